@@ -1,0 +1,301 @@
+"""The policy: one decoder-only transformer for scoring, prefill and cached decode.
+
+The layers are Flax NNX modules. They are split once into a graph definition and parameters; everything else is a
+pure function of the parameters, a nested dict::
+
+    {"ends":   {"embed": ..., "final_norm": ..., "head": ...},
+     "layers": {"q": {"kernel": [L, D, H*d]}, ...}}          # stacked: scanned over in the learner
+
+`unstack_layers` turns "layers" into a list of L dicts. Both forms run through the same code; the sampler prefers
+the list, because a decode step then reads every weight in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from async_rl.models import _attention
+from async_rl.models._config import ModelConfig
+
+Array = jax.Array
+Params = dict[str, Any]
+#: Keys and values of one layer, each [B, N, S, d].
+Cache = tuple[tuple[Array, Array], ...]
+
+REMAT = ("none", "attention", "full")
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) * (scale + offset) over the last axis, computed in float32."""
+
+  def __init__(self, width: int, config: ModelConfig):
+    self.scale = nnx.Param(jnp.full((width,), 1.0 - config.norm_offset, jnp.float32))
+    self.offset, self.eps = config.norm_offset, config.norm_eps
+
+  def __call__(self, x: Array) -> Array:
+    y = x.astype(jnp.float32)
+    y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+    scale = self.scale[...].astype(jnp.float32) + self.offset
+    return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+class Ends(nnx.Module):
+  """What stands before and after the layers: embedding, final norm, unembedding."""
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.config, self.dtype = config, dtype
+    init = nnx.initializers.normal(config.d_model**-0.5)
+    self.embed = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
+    self.final_norm = RMSNorm(config.d_model, config)
+    if not config.tie_embeddings:
+      self.head = nnx.Param(init(rngs.params(), (config.d_model, config.vocab_size), jnp.float32))
+
+  def encode(self, tokens: Array) -> Array:
+    x = jnp.take(self.embed[...], tokens, axis=0).astype(self.dtype)
+    return x * jnp.asarray(self.config.d_model**0.5, self.dtype) if self.config.embed_scale else x
+
+  def unembedding(self) -> Array:
+    """[D, V] in the compute dtype."""
+    kernel = self.embed[...].T if self.config.tie_embeddings else self.head[...]
+    return kernel.astype(self.dtype)
+
+
+class Layer(nnx.Module):
+  """Attention and gated feed-forward, each with a residual connection."""
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.config = c = config
+    linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=jnp.float32, rngs=rngs)
+    inward = nnx.initializers.normal(c.d_model**-0.5)
+    bias = c.qkv_bias
+    self.attention_norm = RMSNorm(c.d_model, c)
+    self.q = linear(c.d_model, c.num_heads * c.head_dim, use_bias=bias, kernel_init=inward)
+    self.k = linear(c.d_model, c.num_kv_heads * c.head_dim, use_bias=bias, kernel_init=inward)
+    self.v = linear(c.d_model, c.num_kv_heads * c.head_dim, use_bias=bias, kernel_init=inward)
+    # The two projections back into the residual stream start small, so that depth does not raise its variance.
+    depth = (2 * c.num_layers) ** -0.5
+    outward = nnx.initializers.normal((c.num_heads * c.head_dim) ** -0.5 * depth)
+    self.o = linear(c.num_heads * c.head_dim, c.d_model, use_bias=False, kernel_init=outward)
+    self.mlp_norm = RMSNorm(c.d_model, c)
+    self.gate = linear(c.d_model, c.d_ff, use_bias=False, kernel_init=inward)
+    self.up = linear(c.d_model, c.d_ff, use_bias=False, kernel_init=inward)
+    self.down = linear(c.d_ff, c.d_model, use_bias=False, kernel_init=nnx.initializers.normal(c.d_ff**-0.5 * depth))
+    if c.qk_norm:
+      self.q_norm, self.k_norm = RMSNorm(c.head_dim, c), RMSNorm(c.head_dim, c)
+    if c.post_norms:
+      self.attention_post_norm, self.mlp_post_norm = RMSNorm(c.d_model, c), RMSNorm(c.d_model, c)
+
+  def __call__(self, x: Array, angles: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]]):
+    """x [..., D], angles [..., d / 2] -> ([..., D], what `attend` returns besides its output)."""
+    c = self.config
+    h = self.attention_norm(x)
+    q, k, v = (f(h).reshape(*h.shape[:-1], -1, c.head_dim) for f in (self.q, self.k, self.v))
+    if c.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    out, extra = attend(_rotate(q, angles), _rotate(k, angles), v)
+    h = self.o(out.reshape(*out.shape[:-2], -1))
+    x = x + (self.attention_post_norm(h) if c.post_norms else h)
+    h = self.mlp_norm(x)
+    activation = jax.nn.silu if c.activation == "silu" else jax.nn.gelu
+    h = self.down(activation(self.gate(h)) * self.up(h))
+    return x + (self.mlp_post_norm(h) if c.post_norms else h), extra
+
+
+def _rotate(x: Array, angles: Array) -> Array:
+  """Rotary position embedding of x [..., heads, d] by angles [..., d / 2]; halves, not interleaved pairs."""
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """A transformer as pure functions of its parameters; hashable, so it can be a static argument.
+
+  Attributes:
+    config: the architecture.
+    dtype: of activations and of the weights at use, "float32" or "bfloat16". Norms, softmax, rotary angles and
+      logits are float32 regardless.
+    attention: backend of whole-row attention, see `async_rl.models.self_attention`.
+    remat: what the backward pass recomputes: "none", "full" (each layer), or "attention" (each layer but the
+      attention output, which is kept).
+  """
+
+  config: ModelConfig
+  dtype: str = "bfloat16"
+  attention: str = "auto"
+  remat: str = "none"
+
+  def __post_init__(self):
+    if self.remat not in REMAT:
+      raise ValueError(f"remat must be one of {REMAT}, got remat={self.remat!r}.")
+    if self.dtype not in ("float32", "bfloat16"):
+      raise ValueError(f"dtype must be 'float32' or 'bfloat16', got dtype={self.dtype!r}.")
+    _attention.resolve_backend(self.attention)
+
+  def init(self, key: Array) -> Params:
+    """Random float32 parameters, layers stacked."""
+    keys = jax.random.split(key, self.config.num_layers + 1)
+    make = lambda module, key: nnx.to_pure_dict(nnx.split(module(self.config, self._dtype, nnx.Rngs(key)))[1])
+    return {"ends": make(Ends, keys[0]), "layers": jax.vmap(functools.partial(make, Layer))(keys[1:])}
+
+  def abstract(self) -> Params:
+    """Shapes and dtypes of `init`, without computing anything."""
+    return jax.eval_shape(self.init, jax.random.key(0))
+
+  def hidden(self, params: Params, tokens: Array, segments: Array, positions: Array) -> Array:
+    """Final hidden states of whole rows.
+
+    Args:
+      params: from `init`, stacked or unstacked.
+      tokens: int32 [B, T].
+      segments: int32 [B, T], attention stays within equal segments; padding is its own segment (0).
+      positions: int32 [B, T], position of each token within its segment.
+
+    Returns:
+      [B, T, D]; entry t predicts token t + 1.
+    """
+    return self._run(params, tokens, positions, lambda window: self._attend_rows(segments, window, keep=False))[0]
+
+  def prefill(self, params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[Array, Cache]:
+    """As `hidden`, and also the keys and values of every layer, each [B, N, T, d]."""
+    return self._run(params, tokens, positions, lambda window: self._attend_rows(segments, window, keep=True))
+
+  def decode(self, params: Params, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+    """One step of every row: puts token b at `positions[b]` and attends to all up to it.
+
+    Args:
+      params: from `init`, unstacked (stacked works, at the cost of a copy of every layer).
+      tokens: int32 [B].
+      positions: int32 [B], < S.
+      cache: of L layers, each [B, N, S, d].
+
+    Returns:
+      hidden states [B, D] that predict the next token, and the cache with this token in it.
+    """
+    layers = _as_list(params["layers"], self.config.num_layers)
+    rows = jnp.arange(tokens.shape[0])
+
+    def attend(kv, window, q, k, v):
+      kv = tuple(old.at[rows, :, positions].set(new.astype(old.dtype)) for old, new in zip(kv, (k, v), strict=True))
+      out = _attention.cache_attention(
+        q, *kv, positions, window, scale=self._scale, softcap=self.config.attention_softcap
+      )
+      return out, kv
+
+    ends = self._ends(params)
+    x, new_cache = ends.encode(tokens), []
+    for layer, kv, window, frequency in zip(layers, cache, *self._per_layer(), strict=True):
+      angles = positions[:, None] * frequency[None, :]
+      x, kv = self._layer(layer)(x, angles, functools.partial(attend, kv, window))
+      new_cache.append(kv)
+    return ends.final_norm(x), tuple(new_cache)
+
+  def init_cache(self, batch: int, length: int) -> Cache:
+    """An empty cache of `batch` rows and `length` positions; every array is distinct, so it can be donated."""
+    shape = (batch, self.config.num_kv_heads, length, self.config.head_dim)
+    zeros = lambda: jnp.zeros(shape, self._dtype)
+    return tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
+
+  def unembedding(self, params: Params) -> Array:
+    """[D, V] in the compute dtype: what `token_logprobs` multiplies hidden states with."""
+    return self._ends(params).unembedding()
+
+  def logits(self, params: Params, hidden: Array) -> Array:
+    """float32 logits [..., V] of hidden states [..., D], soft-capped; padding ids get the lowest float."""
+    return finish_logits(jnp.dot(hidden, self.unembedding(params), preferred_element_type=jnp.float32), self.config)
+
+  # The rest is private.
+
+  @property
+  def _dtype(self) -> jnp.dtype:
+    return jnp.dtype(self.dtype)
+
+  @property
+  def _scale(self) -> float:
+    return self.config.query_scale or self.config.head_dim**-0.5
+
+  def _ends(self, params: Params) -> Ends:
+    return nnx.merge(_graphdef(Ends, self.config, self.dtype), params["ends"])
+
+  def _layer(self, params: Params) -> Layer:
+    return nnx.merge(_graphdef(Layer, self.config, self.dtype), params)
+
+  def _per_layer(self) -> tuple[Any, Any]:
+    """Windows and rotary frequencies of the layers; windows are `None`s where no layer has one."""
+    local = self.config.sliding_window is not None
+    windows = jnp.asarray(self.config.windows()) if local else [None] * self.config.num_layers
+    return windows, jnp.asarray(self.config.frequencies())
+
+  def _attend_rows(self, segments: Array, window: Array | None, keep: bool):
+    def attend(q, k, v):
+      out = _attention.self_attention(
+        q, k, v, segments, window,
+        scale=self._scale,
+        softcap=self.config.attention_softcap,
+        backend=_attention.resolve_backend(self.attention),
+      )  # fmt: skip
+      out = checkpoint_name(out, "attention")
+      return out, (k.swapaxes(1, 2), v.swapaxes(1, 2)) if keep else None
+
+    return attend
+
+  def _run(self, params: Params, tokens: Array, positions: Array, make_attend: Callable) -> tuple[Array, Any]:
+    ends = self._ends(params)
+    windows, frequencies = self._per_layer()
+
+    def body(x, inputs):
+      layer, window, frequency = inputs
+      angles = positions[..., None] * jnp.expand_dims(frequency, range(positions.ndim))
+      return self._layer(layer)(x, angles, make_attend(window))
+
+    if self.remat != "none":
+      keep = jax.checkpoint_policies.save_only_these_names("attention") if self.remat == "attention" else None
+      body = jax.checkpoint(body, policy=keep, prevent_cse=isinstance(params["layers"], list))
+    x = ends.encode(tokens)
+    if isinstance(params["layers"], list):
+      extras = []
+      for inputs in zip(params["layers"], windows, frequencies, strict=True):
+        x, extra = body(x, inputs)
+        extras.append(extra)
+    else:
+      windows = None if self.config.sliding_window is None else windows
+      x, extras = jax.lax.scan(body, x, (params["layers"], windows, frequencies))
+      if extras is not None:
+        extras = _as_list(extras, self.config.num_layers)
+    return ends.final_norm(x), tuple(extras) if extras is not None else None
+
+
+def finish_logits(logits: Array, config: ModelConfig) -> Array:
+  """Soft-cap and the removal of padding ids; shared by the sampler and the chunked head."""
+  if config.final_softcap is not None:
+    logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
+  if config.vocab_limit is not None and config.vocab_limit < config.vocab_size:
+    padding = jnp.arange(config.vocab_size) >= config.vocab_limit
+    logits = jnp.where(jnp.expand_dims(padding, range(logits.ndim - 1)), jnp.finfo(jnp.float32).min, logits)
+  return logits
+
+
+def unstack_layers(params: Params) -> Params:
+  """Stacked layers to a list of per-layer dicts."""
+  depth = jax.tree.leaves(params["layers"])[0].shape[0]
+  return {**params, "layers": _as_list(params["layers"], depth)}
+
+
+def _as_list(layers: Any, depth: int) -> list[Any]:
+  if isinstance(layers, list):
+    return layers
+  return [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(depth)]
+
+
+@functools.lru_cache(maxsize=64)
+def _graphdef(module: type, config: ModelConfig, dtype: str):
+  return nnx.split(nnx.eval_shape(lambda: module(config, jnp.dtype(dtype), nnx.Rngs(0))))[0]
