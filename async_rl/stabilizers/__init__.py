@@ -1,4 +1,22 @@
-"""Optax transformations that keep policy-gradient training stable when its data are stale. Needs jax and optax only."""
+"""Optax transformations that keep policy-gradient training stable when its data are stale. Needs jax and optax only.
+
+The order in a chain has a meaning. The one to start from is::
+
+    optax.chain(
+      control_alignment(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))),
+      scale_by_ess(),
+    )
+
+- `control_alignment` wraps the optimizer, so that a skipped step leaves its moments alone, and sees the gradient before
+  clipping (its cosine does not change with clipping; its reported norm does).
+- `scale_by_ess` after the learning rate sets the learning rate of one step. Before clipping it does next to nothing
+  while clipping is active; before Adam it cancels; between Adam and weight decay it spares the decay. Inside
+  `control_alignment`, at the end, is the same as outside, after it.
+- `track_norm` and `track_cosine` go wherever the thing to be observed is.
+
+`optax.MultiSteps` hands a transformation the extra arguments of the last micro-batch only: accumulate gradients
+outside, and pass `log_weights` of the whole batch.
+"""
 
 from async_rl.stabilizers._alignment import KEPT as KEPT
 from async_rl.stabilizers._alignment import PROJECTED as PROJECTED
@@ -7,5 +25,12 @@ from async_rl.stabilizers._alignment import ControlAlignmentState as ControlAlig
 from async_rl.stabilizers._alignment import control_alignment as control_alignment
 from async_rl.stabilizers._ess import ScaleByEssState as ScaleByEssState
 from async_rl.stabilizers._ess import scale_by_ess as scale_by_ess
+from async_rl.stabilizers._lag_controller import LagController as LagController
+from async_rl.stabilizers._lag_controller import LagControllerState as LagControllerState
+from async_rl.stabilizers._lag_controller import control_lag as control_lag
 from async_rl.stabilizers._statistics import ess_ratio as ess_ratio
 from async_rl.stabilizers._statistics import global_norm as global_norm
+from async_rl.stabilizers._telemetry import TrackCosineState as TrackCosineState
+from async_rl.stabilizers._telemetry import TrackNormState as TrackNormState
+from async_rl.stabilizers._telemetry import track_cosine as track_cosine
+from async_rl.stabilizers._telemetry import track_norm as track_norm

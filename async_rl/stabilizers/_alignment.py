@@ -1,13 +1,16 @@
 """Control of the alignment of consecutive gradients (GAC)."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
+from typing import Literal
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from async_rl.stabilizers import _statistics, _validation
+from async_rl.stabilizers import _statistics
+from async_rl.stabilizers import _validation
 
 #: Values of `ControlAlignmentState.alignment_regime`.
 KEPT, PROJECTED, SKIPPED = 0, 1, 2

@@ -1,13 +1,15 @@
 """Scaling of the step by the effective sample size of the batch (VCPO)."""
 
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from async_rl.stabilizers import _statistics, _validation
+from async_rl.stabilizers import _statistics
+from async_rl.stabilizers import _validation
 
 
 class ScaleByEssState(NamedTuple):

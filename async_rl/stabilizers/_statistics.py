@@ -1,6 +1,7 @@
 """Float32 statistics of weights and gradients, shared by the transformations and by metrics."""
 
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,120 @@
+"""A closed loop that lowers the allowed lag when the training signals say that data are too stale."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from async_rl.stabilizers import _validation
+
+
+class LagControllerState(NamedTuple):
+  """State of a lag controller."""
+
+  allowed_lag: jax.Array  # shape=(), dtype=int32
+  smoothed_ess: jax.Array  # shape=(), dtype=float32
+  smoothed_cosine: jax.Array  # shape=(), dtype=float32
+  ess_seen: jax.Array  # shape=(), dtype=int32, observations in smoothed_ess
+  cosine_seen: jax.Array  # shape=(), dtype=int32
+  hold: jax.Array  # shape=(), dtype=int32, updates still to be ignored after a cut
+  calm: jax.Array  # shape=(), dtype=int32, updates without alarm since the last change
+
+
+class LagController(NamedTuple):
+  """A pair of pure functions: `init() -> state`, `update(state, *, ess_ratio, cosine) -> (allowed_lag, state)`."""
+
+  init: Callable[[], LagControllerState]
+  update: Callable[..., tuple[jax.Array, LagControllerState]]
+
+
+def _smooth(
+  mean: jax.Array, seen: jax.Array, value: ArrayLike, decay: float, used: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """A running mean, plain at first; NaN is no observation."""
+  value = jnp.asarray(value, jnp.float32)
+  used = used & jnp.isfinite(value)
+  weight = jnp.maximum(1.0 - decay, 1.0 / (seen + 1.0))
+  moved = mean + weight * (jnp.where(used, value, mean) - mean)
+  return jnp.where(used, moved, mean).astype(jnp.float32), jnp.where(used, seen + 1, seen)
+
+
+def control_lag(
+  max_lag: int,
+  min_lag: int = 0,
+  *,
+  ess_floor: float = 0.25,
+  cosine_ceiling: float = 0.5,
+  decay: float = 0.8,
+  patience: int = 20,
+) -> LagController:
+  """Chooses the allowed lag from the effective sample size and the alignment of gradients.
+
+  Halve on alarm, recover by one. An alarm is a running mean of the ESS ratio below `ess_floor`, or of the cosine above
+  `cosine_ceiling`. It halves the allowed lag; then, because batches that are already under way are as stale as
+  before, the controller ignores as many updates as the lag was, plus one, and starts its means afresh. After
+  `patience` updates without alarm it allows one more.
+
+  The functions are pure and take and return arrays, so they work on the host, under `jit`, `scan` and `vmap`. The
+  thresholds are ours, not from a paper. `ess_floor` must lie below the ESS ratio at lag 0, which is under 1 where
+  sampler and trainer differ numerically.
+
+  Args:
+    max_lag: largest allowed lag in optimizer steps, and the initial one.
+    min_lag: smallest allowed lag, 0 <= min_lag <= max_lag.
+    ess_floor: ESS ratio below which lag is cut, in [0, 1]; 0 ignores the ESS.
+    cosine_ceiling: cosine to the previous gradient above which lag is cut, in [0, 1]; 1 ignores the cosine.
+    decay: decay per update of the running means, in [0, 1).
+    patience: updates without alarm that earn one more step of lag, >= 1.
+
+  Returns:
+    The controller. `update` takes this optimizer step's `ess_ratio` and `cosine`; NaN means not measured.
+
+  Raises:
+    ValueError: if an argument is out of range.
+
+  Examples:
+    >>> from async_rl import stabilizers
+    >>> controller = stabilizers.control_lag(max_lag=8)
+    >>> allowed_lag, state = controller.update(controller.init(), ess_ratio=0.7, cosine=0.0)
+    >>> print(allowed_lag)
+    8
+    >>> for _ in range(4):
+    ...   allowed_lag, state = controller.update(state, ess_ratio=0.1, cosine=0.0)
+    >>> print(allowed_lag)
+    4
+  """
+  _validation.require(0 <= min_lag <= max_lag, "min_lag", f"between 0 and max_lag={max_lag}", min_lag)
+  _validation.require(0 <= ess_floor <= 1, "ess_floor", "between 0 and 1", ess_floor)
+  _validation.require(0 <= cosine_ceiling <= 1, "cosine_ceiling", "between 0 and 1", cosine_ceiling)
+  _validation.require(0 <= decay < 1, "decay", "in [0, 1)", decay)
+  _validation.require(patience >= 1, "patience", "at least 1", patience)
+
+  def init() -> LagControllerState:
+    zero, none = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32)
+    return LagControllerState(jnp.asarray(max_lag, jnp.int32), zero, zero, none, none, none, none)
+
+  def update(
+    state: LagControllerState, *, ess_ratio: ArrayLike, cosine: ArrayLike
+  ) -> tuple[jax.Array, LagControllerState]:
+    watching = state.hold == 0
+    ess, ess_seen = _smooth(state.smoothed_ess, state.ess_seen, ess_ratio, decay, watching)
+    aligned, cosine_seen = _smooth(state.smoothed_cosine, state.cosine_seen, cosine, decay, watching)
+    alarm = watching & (((ess_seen > 0) & (ess < ess_floor)) | ((cosine_seen > 0) & (aligned > cosine_ceiling)))
+    cut = alarm & (state.allowed_lag > min_lag)
+    calm = jnp.where(alarm | ~watching, 0, state.calm + 1)
+    raised = calm >= patience
+    allowed = jnp.where(cut, jnp.maximum(state.allowed_lag // 2, min_lag), state.allowed_lag + raised)
+    allowed = jnp.minimum(allowed, max_lag).astype(jnp.int32)
+    return allowed, LagControllerState(
+      allowed_lag=allowed,
+      smoothed_ess=ess,
+      smoothed_cosine=aligned,
+      ess_seen=jnp.where(cut, 0, ess_seen),
+      cosine_seen=jnp.where(cut, 0, cosine_seen),
+      hold=jnp.where(cut, state.allowed_lag + 1, jnp.maximum(state.hold - 1, 0)),
+      calm=jnp.where(raised, 0, calm),
+    )
+
+  return LagController(init, update)
