@@ -1,0 +1,105 @@
+"""Advantages per sequence: rewards minus a baseline of the sequence's group.
+
+Every function takes `rewards` [B], `groups` int [B] (the group of each sequence, in any order) and the static
+`num_groups`, and returns float32 [B]. A row whose group is `num_groups` (padding) belongs to no group and gets 0.
+All need the whole batch: compute them before splitting it into micro-batches.
+
+Every baseline here is a convex combination of the group's rewards, so one primitive serves them all:
+b = Σ_i softmax(x)_i R_i with the softmax over the group, in log space.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from async_rl.losses._aggregation import divide_or_zero
+from async_rl.losses._ratios import check_rows
+
+#: A group whose reward standard deviation is at most this is not divided by it.
+MIN_STD = 1e-8
+
+
+def of_group(values: jax.Array, groups: ArrayLike) -> jax.Array:
+  """Each row's entry of the per-group *values* [num_groups]; 0 for rows that belong to no group."""
+  return values.at[groups].get(mode="fill", fill_value=0)
+
+
+def above_group_minimum(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """Rewards minus the least of their group: equal rewards become exactly 0, whatever their rounding."""
+  rewards = jnp.asarray(rewards, jnp.float32)
+  return rewards - of_group(jax.ops.segment_min(rewards, groups, num_groups), groups)
+
+
+def group_softmax(logits: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """Softmax of *logits* [B] within each group; uniform in a group whose logits are all −inf."""
+  logits = jnp.asarray(logits, jnp.float32)
+  top = of_group(jax.ops.segment_max(logits, groups, num_groups), groups)
+  weights = jnp.where(jnp.isneginf(top), 1.0, jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top)))
+  return divide_or_zero(weights, of_group(jax.ops.segment_sum(weights, groups, num_groups), groups))
+
+
+def subtract_baseline(
+  rewards: ArrayLike, groups: ArrayLike, num_groups: int, logits: ArrayLike, normalize_std: bool = False
+) -> jax.Array:
+  """R_i − Σ_j softmax(logits)_j R_j over the group, divided by the group's (population) std where asked and > 1e-8."""
+  shifted = above_group_minimum(rewards, groups, num_groups)
+  mean = jax.ops.segment_sum(group_softmax(logits, groups, num_groups) * shifted, groups, num_groups)
+  advantages = shifted - of_group(mean, groups)
+  if normalize_std:
+    std = of_group(group_std(rewards, groups, num_groups), groups)
+    advantages = advantages / jnp.where(std > MIN_STD, std, 1.0)
+  in_group = jnp.logical_and(jnp.asarray(groups) >= 0, jnp.asarray(groups) < num_groups)
+  return jnp.where(in_group, advantages, 0.0)
+
+
+def group_std(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """Population standard deviation of each group's rewards, [num_groups]; exactly 0 where all are equal."""
+  shifted = above_group_minimum(rewards, groups, num_groups)
+  sizes = jnp.maximum(jax.ops.segment_sum(jnp.ones_like(shifted), groups, num_groups), 1.0)
+  mean = jax.ops.segment_sum(shifted, groups, num_groups) / sizes
+  return jnp.sqrt(jax.ops.segment_sum((shifted - of_group(mean, groups)) ** 2, groups, num_groups) / sizes)
+
+
+def reinforce_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """A = R: no baseline."""
+  check_rows(rewards, groups=groups)
+  del num_groups
+  return jnp.asarray(rewards, jnp.float32)
+
+
+def grpo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, normalize_std: bool = True) -> jax.Array:
+  """A = (R − mean) / std over the group; ``normalize_std=False`` is Dr.GRPO's R − mean.
+
+  The std is the population one; a group with std ≤ 1e-8 is not divided. A group of one, or of equal rewards, gets 0.
+
+  References:
+    Shao et al., DeepSeekMath, 2024, https://arxiv.org/abs/2402.03300;
+    Liu et al., Understanding R1-Zero-Like Training (Dr.GRPO), 2025, https://arxiv.org/abs/2503.20783
+
+  >>> grpo_advantages(jnp.array([1.0, 5.0, 0.0, 5.0]), jnp.array([0, 1, 0, 1]), 2)
+  Array([ 1.,  0., -1.,  0.], dtype=float32)
+  """
+  check_rows(rewards, groups=groups)
+  return subtract_baseline(rewards, groups, num_groups, jnp.zeros(jnp.shape(rewards)), normalize_std)
+
+
+def rloo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """A_i = R_i − mean of the group's other rewards, which is (R_i − mean)·K/(K−1); 0 for a group of one.
+
+  References:
+    Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
+
+  >>> rloo_advantages(jnp.array([3.0, 0.0, 0.0]), jnp.array([0, 0, 0]), 1)
+  Array([ 3. , -1.5, -1.5], dtype=float32)
+  """
+  centred = grpo_advantages(rewards, groups, num_groups, normalize_std=False)
+  size = of_group(jax.ops.segment_sum(jnp.ones_like(centred), groups, num_groups), groups)
+  return centred * divide_or_zero(size, size - 1.0)
+
+
+def zero_variance_fraction(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """Share of the groups (those with a member) whose rewards are all equal: they give no gradient under GRPO."""
+  check_rows(rewards, groups=groups)
+  present = jax.ops.segment_sum(jnp.ones(jnp.shape(rewards)), groups, num_groups) > 0
+  flat = jax.ops.segment_max(above_group_minimum(rewards, groups, num_groups), groups, num_groups) <= 0
+  return divide_or_zero(jnp.sum(flat & present, dtype=jnp.float32), jnp.sum(present, dtype=jnp.float32))

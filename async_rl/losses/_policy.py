@@ -1,0 +1,99 @@
+"""Policy losses whose gradient is weight · A · ∇log π with a weight that carries no gradient.
+
+All policy losses of this package share one signature: `loss(logprobs, behaviour, advantages, mask, *, options)` with
+
+  logprobs    [B, T]  log π_θ of each token, under the policy being trained; the gradient flows through it
+  behaviour   [B, T]  log μ of each token, under the weights that drew it
+  advantages  [B], or [B, T] where they differ by token (GAE); no gradient flows
+  mask        bool [B, T], True on trained tokens
+
+and one result, `PolicyLoss`. Rows are independent of each other, so any split of the batch gives the same losses.
+Notation: ρ_t = exp ℓ_t is the token ratio, w = exp Σ_t ℓ_t the sequence weight, L the number of trained tokens. All
+log-ratios are clamped to ±20 before exp.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from async_rl.losses._ratios import check_mask
+from async_rl.losses._ratios import clamped_exp
+from async_rl.losses._ratios import log_ratios
+from async_rl.losses._ratios import sequence_log_weights
+
+
+class PolicyLoss(NamedTuple):
+  """What a policy loss returns, per token; `aggregate` turns it into a number.
+
+  Attributes:
+    loss: float32 [B, T], to be minimised; exactly 0 where masked or rejected.
+    keep: bool [B, T], trained tokens that were not rejected. Always within the mask.
+    clipped: bool [B, T], trained tokens whose ratio or weight was cut by a clip or a cap.
+  """
+
+  loss: jax.Array
+  keep: jax.Array
+  clipped: jax.Array
+
+
+PolicyLossFn = Callable[..., PolicyLoss]
+
+
+def per_token(advantages: ArrayLike, mask: ArrayLike) -> jax.Array:
+  """Advantages as [B, 1] or [B, T], without gradient."""
+  advantages = jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
+  if advantages.shape not in (jnp.shape(mask), jnp.shape(mask)[:1]):
+    raise ValueError(
+      f"*advantages* must be [B] or [B, T] for a mask of shape {jnp.shape(mask)}, got {advantages.shape}."
+    )
+  return advantages[:, None] if advantages.ndim == 1 else advantages
+
+
+def weighted_score(
+  logprobs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, log_weights: ArrayLike, clipped: ArrayLike
+) -> PolicyLoss:
+  """loss = −sg(weight) · A · log π, with log-weights and *clipped* of shape [B, T] or [B, 1]."""
+  check_mask(mask, logprobs=logprobs)
+  weights = jax.lax.stop_gradient(clamped_exp(log_weights))
+  logprobs = jnp.where(mask, jnp.asarray(logprobs, jnp.float32), 0.0)
+  loss = jnp.where(mask, -weights * per_token(advantages, mask) * logprobs, 0.0)
+  return PolicyLoss(loss, jnp.asarray(mask), jnp.logical_and(mask, clipped))
+
+
+def reinforce(logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> PolicyLoss:
+  """REINFORCE without any off-policy correction: weight 1."""
+  check_mask(mask, behaviour=behaviour)
+  return weighted_score(logprobs, advantages, mask, jnp.zeros((1, 1)), jnp.zeros((1, 1), bool))
+
+
+def token_tis(
+  logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 2.0
+) -> PolicyLoss:
+  """Token-level truncated importance sampling: weight min(ρ_t, cap)."""
+  ratios = log_ratios(logprobs, behaviour, mask)
+  log_cap = jnp.log(cap)
+  return weighted_score(logprobs, advantages, mask, jnp.minimum(ratios, log_cap), ratios > log_cap)
+
+
+def sequence_tis(
+  logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 8.0
+) -> PolicyLoss:
+  """Sequence-level truncated importance sampling: weight min(w, cap) on every token of the sequence.
+
+  The published loss averages over tokens, then over sequences: aggregate it by `sequence_mean`. With ``cap=inf`` the
+  weights are not truncated (but for the clamp at e^20).
+
+  References:
+    VCPO: Stable Asynchrony, 2026, https://arxiv.org/abs/2602.17616
+
+  >>> mask = jnp.array([[True, True]])
+  >>> out = sequence_tis(jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -3.0]]), jnp.array([0.5]), mask)
+  >>> out.loss  # w = e^3 = 20.1, capped at 8: -8 * 0.5 * -1
+  Array([[4., 4.]], dtype=float32)
+  """
+  log_weights = sequence_log_weights(log_ratios(logprobs, behaviour, mask))[:, None]
+  log_cap = jnp.log(cap)
+  return weighted_score(logprobs, advantages, mask, jnp.minimum(log_weights, log_cap), log_weights > log_cap)
