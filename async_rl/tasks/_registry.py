@@ -1,0 +1,32 @@
+"""Tasks by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+from async_rl.tasks._sums import Sums
+from async_rl.tasks._task import Task
+from async_rl.tasks._task import known
+
+#: The tasks that `make` knows.
+TASKS: Mapping[str, Callable[..., Task]] = {
+  "sums": Sums,
+}
+
+
+def make(name: str, **options: Any) -> Task:
+  """Makes the task `name` of `TASKS` with its own options.
+
+  Raises:
+    ValueError: for an unknown task or option; it suggests the nearest name.
+
+  >>> make("sums", numbers=4).name
+  'sums4'
+  """
+  factory = TASKS[known("task", name, TASKS)]
+  for option in options:
+    known(f"option of task {name!r}", option, inspect.signature(factory).parameters)
+  return factory(**options)

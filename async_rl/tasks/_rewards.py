@@ -1,0 +1,278 @@
+"""Rewards in worker processes that can be killed."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from async_rl.tasks._task import Task
+from async_rl.types import Prompt
+
+#: Seconds that a worker may take to start, import the task's module and warm up.
+START_LIMIT_S = 300.0
+
+
+class RewardResult(NamedTuple):
+  """The outcome of one judgement.
+
+  Attributes:
+    value: the reward, finite; a stand-in where `failed`.
+    failed: whether the reward function failed. A wrong answer is no failure.
+    reason: "" or what went wrong; its first word is `timeout`, `died`, `raised`, `non-finite` or `closed`.
+  """
+
+  value: float
+  failed: bool = False
+  reason: str = ""
+
+
+def judge(task: Task, prompt: Prompt, text: str, finish: str) -> RewardResult:
+  """Calls `task.reward` in this process; whatever it raises or returns, the result is a finite number."""
+  try:
+    value = float(task.reward(prompt, text, finish))
+  except (Exception, SystemExit) as error:
+    return RewardResult(0.0, True, f"raised {type(error).__name__}: {error}"[:500])
+  if not math.isfinite(value):
+    return RewardResult(0.0, True, f"non-finite reward {value}")
+  return RewardResult(value)
+
+
+class RewardPool:
+  """Scores completions in worker processes, each of which is killed and replaced when it exceeds the time limit.
+
+  The pool is bounded: `submit` blocks while `capacity` completions wait. A verifier that hangs, crashes its process
+  (also by `os._exit` or by running out of memory), raises, or returns NaN costs one sample, which is scored
+  `failure_value` and counted in `failures`; everything else goes on. A task that cannot be loaded in a worker is a
+  mistake in the program and is raised as RuntimeError.
+
+  With `workers=0` the rewards are computed by the caller of `submit`: no process, no time limit, the same results.
+
+  >>> from async_rl import tasks
+  >>> task = tasks.make("sums")
+  >>> prompt = task.prompt(0, (12, 34, 56))
+  >>> with tasks.RewardPool(task, workers=0) as pool:
+  ...   pool.submit(prompt, "34+012=046;56+046=102", "stop").result()
+  RewardResult(value=1.0, failed=False, reason='')
+  """
+
+  def __init__(
+    self,
+    task: Task,
+    workers: int,
+    timeout_s: float = 10.0,
+    *,
+    failure_value: float = 0.0,
+    capacity: int = 4096,
+    memory_bytes: int = 8 << 30,
+  ):
+    """Starts the workers, which get ready in the background.
+
+    Args:
+      task: an importable, picklable task.
+      workers: number of processes; 0 computes in the caller.
+      timeout_s: seconds that one reward may take.
+      failure_value: the reward of a sample whose judgement failed. It should not exceed that of a wrong answer, or
+        the policy learns to break the verifier.
+      capacity: completions that may wait before `submit` blocks.
+      memory_bytes: address space of one worker; beyond it the reward gets a MemoryError.
+    """
+    if workers < 0 or timeout_s <= 0 or capacity < 1:
+      raise ValueError(
+        f"workers must be >= 0, timeout_s > 0 and capacity >= 1, got workers={workers}, timeout_s={timeout_s}, "
+        f"capacity={capacity}"
+      )
+    if workers and type(task).__module__ == "__main__":
+      raise ValueError(f"{type(task).__name__} is defined in __main__: move it to a module, or use workers=0")
+    self._task = task
+    self._timeout_s = timeout_s
+    self._failure_value = failure_value
+    self._capacity = capacity
+    self._boot = (memory_bytes, pickle.dumps(task))
+    self._lock = threading.Condition()
+    self._waiting: collections.deque[tuple[Future[RewardResult], tuple[Prompt, str, str]]] = collections.deque()
+    self._failures: collections.Counter[str] = collections.Counter()
+    self._closed = False
+    self._broken: Exception | None = None
+    self._workers = [_Worker(self._boot) for _ in range(workers)]
+    self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(workers)]
+    for thread in self._threads:
+      thread.start()
+
+  @property
+  def failures(self) -> dict[str, int]:
+    """How many judgements failed so far, by the first word of the reason."""
+    with self._lock:
+      return dict(self._failures)
+
+  def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
+    """Queues one completion; blocks while the pool is full.
+
+    Raises:
+      RuntimeError: if the pool is closed, or its workers cannot load the task.
+    """
+    future: Future[RewardResult] = Future()
+    if not self._threads:
+      self._check_open()
+      future.set_result(self._counted(judge(self._task, prompt, text, finish)))
+      return future
+    with self._lock:
+      self._lock.wait_for(lambda: self._closed or self._broken or len(self._waiting) < self._capacity)
+      self._check_open()
+      self._waiting.append((future, (prompt, text, finish)))
+      self._lock.notify_all()
+    return future
+
+  def close(self) -> None:
+    """Kills the workers and cancels what waits. Idempotent; never waits for a reward."""
+    with self._lock:
+      self._closed = True
+      self._cancel_waiting()
+      for worker in self._workers:
+        worker.signal()
+      self._lock.notify_all()
+    for thread in self._threads:
+      thread.join(timeout=10)
+
+  def __enter__(self) -> RewardPool:
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
+
+  def _check_open(self) -> None:
+    if self._broken:
+      raise RuntimeError(str(self._broken)) from self._broken
+    if self._closed:
+      raise RuntimeError("this RewardPool is closed: submit before close()")
+
+  def _cancel_waiting(self) -> None:
+    while self._waiting:
+      self._waiting.popleft()[0].cancel()
+
+  def _counted(self, result: RewardResult) -> RewardResult:
+    if not result.failed:
+      return result
+    with self._lock:
+      self._failures[result.reason.split()[0]] += 1
+    return result._replace(value=self._failure_value)
+
+  def _serve(self, index: int) -> None:
+    """The thread of one worker: hands it one job at a time until the pool closes."""
+    while True:
+      with self._lock:
+        self._lock.wait_for(lambda: self._closed or self._waiting)
+        if self._closed:
+          break
+        future, job = self._waiting.popleft()
+        self._lock.notify_all()
+      if not future.set_running_or_notify_cancel():
+        continue
+      try:
+        future.set_result(self._counted(self._score(index, job)))
+      except Exception as error:
+        future.set_exception(error)
+    self._workers[index].kill()
+
+  def _score(self, index: int, job: tuple[Prompt, str, str]) -> RewardResult:
+    """One judgement by worker `index`, which is replaced if that costs its life."""
+    worker = self._workers[index]
+    if not worker.idle():
+      worker = self._replace(index)
+    try:
+      worker.wait_ready()
+    except RuntimeError as error:
+      return self._give_up(error)
+    try:
+      worker.connection.send(job)
+      if worker.connection.poll(self._timeout_s):
+        return worker.connection.recv()
+      reason = f"timeout after {self._timeout_s} s"
+    except (EOFError, ConnectionError):
+      reason = f"died with exit status {worker.kill()}"
+    if self._closed:
+      return RewardResult(0.0, True, "closed before the reward was known")
+    self._replace(index)
+    return RewardResult(0.0, True, reason)
+
+  def _replace(self, index: int) -> _Worker:
+    self._workers[index].kill()
+    with self._lock:  # close() kills what it sees; a worker started after it would be left behind
+      if not self._closed:
+        self._workers[index] = _Worker(self._boot)
+    return self._workers[index]
+
+  def _give_up(self, error: RuntimeError) -> RewardResult:
+    """A worker that cannot start is no fault of a sample: the pool is broken, and everyone who waits is told."""
+    with self._lock:
+      if self._closed:
+        return RewardResult(0.0, True, "closed before the reward was known")
+      self._broken = error
+      for future, _ in self._waiting:
+        if future.set_running_or_notify_cancel():
+          future.set_exception(error)
+      self._waiting.clear()
+      self._lock.notify_all()
+    raise error
+
+
+class _Worker:
+  """One worker process and the socket to it. Its methods are called by one thread, except `signal`."""
+
+  def __init__(self, boot: tuple[int, bytes]):
+    self.connection, theirs = multiprocessing.connection.Pipe()
+    environment = os.environ | {
+      "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+      "JAX_PLATFORMS": "cpu",  # a verifier that does import JAX must not take the accelerator
+      "OMP_NUM_THREADS": "1",
+    }
+    with theirs:
+      self._process = subprocess.Popen(
+        [sys.executable, "-m", "async_rl.tasks._worker", str(theirs.fileno()), str(os.getpid())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,  # away from the terminal's Ctrl-C, and killed with the children it may start
+      )
+    self._ready = False
+    with contextlib.suppress(ConnectionError):  # found out by wait_ready
+      self.connection.send(boot)
+
+  def idle(self) -> bool:
+    """Whether the process lives and owes no answer."""
+    return self._process.poll() is None
+
+  def wait_ready(self) -> None:
+    """Waits until the task is loaded. Raises RuntimeError if that fails."""
+    if self._ready:
+      return
+    try:
+      error = self.connection.recv() if self.connection.poll(START_LIMIT_S) else f"no answer after {START_LIMIT_S} s"
+    except (EOFError, ConnectionError):
+      error = f"it died with exit status {self.kill()}"
+    if error:
+      self.kill()
+      raise RuntimeError(f"a reward worker could not load the task: {error}")
+    self._ready = True
+
+  def signal(self) -> None:
+    """Sends the kill and returns at once."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      if self._process.returncode is None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+
+  def kill(self) -> int:
+    """Kills the process with its children, reaps it, and returns its exit status."""
+    self.signal()
+    status = self._process.wait()
+    self.connection.close()
+    return status

@@ -1,0 +1,77 @@
+"""What a task is: prompts with stable ids, and a pure reward."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+
+from async_rl.types import Prompt
+
+
+class Task(Protocol):
+  """A source of prompts and the judge of their completions.
+
+  A task is a small picklable value, usually a frozen dataclass of its options: reward workers receive a copy of it,
+  so data sets are opened by `prompts`, never stored in it. Its module must be importable and must not import JAX.
+
+  A task may also define `warm_up()`; each worker calls it once, outside the time limit, to import what `reward` needs.
+  """
+
+  @property
+  def name(self) -> str:
+    """Short name for logs and metrics."""
+
+  def prompts(self, split: str) -> Sequence[Prompt]:
+    """The prompts of `split` ("train" or "test"), random access: item i has id i."""
+
+  def reward(self, prompt: Prompt, text: str, finish: str) -> float:
+    """Judges the decoded completion `text`. Pure and deterministic; must survive any text.
+
+    Args:
+      prompt: the prompt that was completed.
+      text: the completion without special tokens.
+      finish: why it ended, `types.STOP` or `types.LENGTH`.
+
+    Returns:
+      A finite number. Raising counts as a failure of the verifier, not as a wrong answer.
+    """
+
+
+class SupervisedTask(Task, Protocol):
+  """A task that can write correct solutions, for a supervised warm start."""
+
+  def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
+    """A completion of `prompt` (without the end token) that earns the full reward."""
+
+
+class Prompts(Sequence[Prompt]):
+  """Random access over the records of a data set, each made into a `Prompt` when it is read."""
+
+  def __init__(self, records: Sequence[Any], make: Callable[[int, Any], Prompt]):
+    """Args: records: anything with `len` and integer indexing; make: (id, record) -> Prompt."""
+    self._records = records
+    self._make = make
+
+  def __len__(self) -> int:
+    return len(self._records)
+
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    index = range(len(self))[index]
+    return self._make(index, self._records[index])
+
+
+def known(what: str, value: str, names: Collection[str]) -> str:
+  """Returns `value` if it is one of `names`, otherwise raises a ValueError that suggests the nearest name."""
+  if value in names:
+    return value
+  near = difflib.get_close_matches(value, names, n=1)
+  hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(names))}"
+  raise ValueError(f"unknown {what} {value!r}: {hint}")
