@@ -1,0 +1,233 @@
+"""One jitted optimizer step over a packed batch: loss, gradient, stabilizers, metrics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from async_rl import losses
+from async_rl import models
+from async_rl.learning._batch import BatchShape
+from async_rl.learning._telemetry import batch_metrics
+from async_rl.learning._telemetry import optimizer_metrics
+from async_rl.types import Batch
+from async_rl.types import TrainState
+
+Array = jax.Array
+
+SEQUENCE_MEAN = functools.partial(losses.aggregate, method="sequence_mean")
+
+
+class LossInputs(NamedTuple):
+  """What a loss may use; token arrays are [B, C], entries outside `mask` are finite and meaningless.
+
+  Attributes:
+    logprobs: float32 log pi_theta of the completion tokens; the gradient flows through it.
+    behaviour: float32 log mu, as recorded by the sampler.
+    advantages: float32 [B].
+    mask: bool, tokens to train in this micro-batch.
+    lag: int32, learner version minus the version that drew the token.
+    anchor: float32 log-probabilities under the weights at the start of the step, `None` unless the learner scores.
+  """
+
+  logprobs: Array
+  behaviour: Array
+  advantages: Array
+  mask: Array
+  lag: Array
+  anchor: Array | None
+
+
+class Collected(NamedTuple):
+  """Per-token results of all micro-batches, put together in the loss plane, [B, C]."""
+
+  logprobs: Array
+  entropy: Array
+  clipped: Array
+  keep: Array
+
+
+class Learner:
+  """Builds the state and the step of one training run.
+
+  The step sums numerators and denominators over the micro-batches and divides once, so the gradient does not depend
+  on how the batch was split. Batch-wide statistics go to the optimizer as extra arguments: `log_weights`
+  (float32 [B], raw sequence log-weights), `log_weights_mask` (bool [B], sequences with trained tokens) and `on_policy`
+  (bool [], no token is stale).
+
+  Args:
+    policy: the architecture; its `remat` applies here.
+    optimizer: an optax transformation, stabilizers included.
+    loss: from `LossInputs` to `losses.PolicyLoss`.
+    advantages: from the batch to float32 [B].
+    shape: the static batch shape.
+    mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
+    aggregate: from per-token loss and mask, [B, C] each, to numerator and denominator; a `losses.aggregate` method.
+    temperature: of the sampler's softmax.
+    count_rejected: whether tokens that a loss rejects stay in the denominator.
+    score_first: run a forward pass over the whole batch first and hand its log-probabilities to the loss as `anchor`.
+    head_chunk: positions of a row whose logits are formed at a time.
+
+  Raises:
+    ValueError: if the mesh does not divide the rows of a micro-batch.
+  """
+
+  def __init__(
+    self,
+    policy: models.Policy,
+    optimizer: optax.GradientTransformation,
+    loss: Callable[[LossInputs], losses.PolicyLoss],
+    advantages: Callable[[Batch], Array],
+    shape: BatchShape,
+    mesh: Mesh,
+    *,
+    aggregate: Callable[[Array, Array], tuple[Array, Array]] = SEQUENCE_MEAN,
+    temperature: float = 1.0,
+    count_rejected: bool = True,
+    score_first: bool = False,
+    head_chunk: int = 512,
+  ):
+    self.policy, self.shape, self.mesh = policy, shape, mesh
+    self.optimizer = optax.with_extra_args_support(optimizer)
+    self._loss, self._advantages = loss, advantages
+    self._aggregate, self._count_rejected, self._score_first = aggregate, count_rejected, score_first
+    self._score = functools.partial(models.score, policy, temperature=temperature, chunk=head_chunk)
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if shape.rows % ways:
+      raise ValueError(
+        f"rows={shape.rows} of a micro-batch cannot be divided over data*fsdp={ways} devices of the learner mesh; "
+        f"make rows a multiple of {ways}."
+      )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_row = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
+    self.batch_shardings = Batch(by_row, by_row, by_row, *[replicated] * (len(Batch._fields) - 3))
+    self.state_shardings = self._shardings(replicated)
+    self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
+
+  def _shardings(self, replicated: NamedSharding) -> TrainState:
+    """Parameters by the rules; whatever mirrors them in the optimizer's state likewise; the rest replicated."""
+    params = self.policy.abstract()
+    param_shardings = models.param_shardings(params, self.mesh)
+    opt_state = optax.tree_map_params(
+      self.optimizer,
+      lambda _, sharding: sharding,
+      jax.eval_shape(self.optimizer.init, params),
+      param_shardings,
+      transform_non_params=lambda _: replicated,
+    )
+    return TrainState(param_shardings, opt_state, replicated)
+
+  def init(self, key: Array) -> TrainState:
+    """A fresh state from a random key, made on the mesh in its shardings."""
+    make = lambda key: self._fresh(self.policy.init(key))
+    return jax.jit(make, out_shardings=self.state_shardings)(key)
+
+  def from_params(self, params: models.Params) -> TrainState:
+    """A fresh state around given parameters; they are copied, cast to float32."""
+    make = lambda p: self._fresh(jax.tree.map(lambda x: x.astype(jnp.float32), p))
+    params = jax.device_put(params, self.state_shardings.params)
+    return jax.jit(make, out_shardings=self.state_shardings)(params)
+
+  def abstract(self) -> TrainState:
+    """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
+    shapes = jax.eval_shape(lambda key: self._fresh(self.policy.init(key)), jax.random.key(0))
+    return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, self.state_shardings)
+
+  def _fresh(self, params: models.Params) -> TrainState:
+    return TrainState(params, self.optimizer.init(params), jnp.zeros([], jnp.int32))
+
+  def put(self, batch: Batch) -> Batch:
+    """The batch on the learner mesh: rows split over (data, fsdp), the loss plane on every device."""
+    return jax.device_put(batch, self.batch_shardings)
+
+  def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    """One optimizer step; `state` is donated. The metrics stay on the device, float32 [] each."""
+    return self._step(state, batch)
+
+  def compilations(self) -> int:
+    """How many programs the step has been compiled to; 1 after the first call, and it should stay so."""
+    return self._step._cache_size()
+
+  # What is jitted.
+
+  def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    lag = jnp.where(batch.mask, state.version - batch.versions, 0)
+    advantages = self._advantages(batch)
+    anchor = self._score_all(state.params, batch).logprobs if self._score_first else None
+    grads, denominator, loss, collected = self._accumulate(state.params, batch, advantages, lag, anchor)
+    grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
+    log_weights = jnp.sum(jnp.where(batch.mask, collected.logprobs - batch.logprobs, 0.0), axis=1)
+    updates, opt_state = self.optimizer.update(
+      grads,
+      state.opt_state,
+      state.params,
+      log_weights=log_weights,
+      log_weights_mask=jnp.any(batch.mask, axis=1),
+      on_policy=jnp.max(lag) == 0,
+    )
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+      "loss": losses.divide_or_zero(loss, denominator),
+      "grad/norm": optax.tree.norm(grads),
+      "update/norm": optax.tree.norm(updates),
+      **batch_metrics(batch, collected, lag, log_weights, advantages),
+      **optimizer_metrics(opt_state),
+    }
+    return TrainState(params, opt_state, optax.safe_increment(state.version)), metrics
+
+  def _micro(self, batch: Batch, m: Array) -> tuple[tuple[Array, Array, Array], Array]:
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=m, keepdims=False)
+    return (take(batch.tokens), take(batch.segments), take(batch.positions)), batch.mask & (batch.micro == m)[:, None]
+
+  def _to_loss_plane(self, values: Array, batch: Batch) -> Array:
+    """[R, T] of one micro-batch to [B, C]; entries of other micro-batches' sequences are meaningless."""
+    return jnp.take(values.reshape(-1), batch.index)
+
+  def _accumulate(self, params: Any, batch: Batch, advantages: Array, lag: Array, anchor: Array | None):
+    """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
+
+    def objective(params, m):
+      rows, mask = self._micro(batch, m)
+      stats = self._score(params, *rows)
+      logprobs, entropy = (self._to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
+      logprobs = jnp.where(mask, logprobs, 0.0)
+      out = self._loss(LossInputs(logprobs, batch.logprobs, advantages, mask, lag, anchor))
+      counted = mask if self._count_rejected else mask & out.keep
+      numerator, denominator = self._aggregate(out.loss, counted)
+      return numerator, (denominator, mask, Collected(logprobs, entropy, out.clipped, out.keep))
+
+    def body(m, carry):
+      grads, total, loss, collected = carry
+      (numerator, (denominator, mask, new)), g = jax.value_and_grad(objective, has_aux=True)(params, m)
+      grads = jax.tree.map(jnp.add, grads, g)
+      collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
+      return grads, total + denominator, loss + numerator, collected
+
+    zeros, false = jnp.zeros(batch.mask.shape, jnp.float32), jnp.zeros(batch.mask.shape, bool)
+    start = (
+      jax.tree.map(jnp.zeros_like, params),
+      jnp.float32(0),
+      jnp.float32(0),
+      Collected(zeros, zeros, false, false),
+    )
+    return jax.lax.fori_loop(0, batch.used, body, start)
+
+  def _score_all(self, params: Any, batch: Batch) -> models.TokenStats:
+    """`TokenStats` of the whole batch in the loss plane, without gradient."""
+
+    def body(m, collected):
+      rows, mask = self._micro(batch, m)
+      stats = self._score(params, *rows)
+      return jax.tree.map(lambda old, x: jnp.where(mask, self._to_loss_plane(x, batch), old), collected, stats)
+
+    zeros = jnp.zeros(batch.mask.shape, jnp.float32)
+    return jax.lax.fori_loop(0, batch.used, body, models.TokenStats(zeros, zeros, zeros))
