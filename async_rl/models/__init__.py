@@ -10,6 +10,7 @@ from async_rl.models._head import token_stats
 from async_rl.models._policy import Cache
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
+from async_rl.models._policy import sampler_params
 from async_rl.models._policy import unstack_layers
 from async_rl.models._sharding import RULES
 from async_rl.models._sharding import param_shardings

@@ -290,6 +290,15 @@ def unstack_layers(params: Params) -> Params:
   return {**params, "layers": _as_list(params["layers"], depth)}
 
 
+def sampler_params(policy: Policy, params: Params) -> Params:
+  """The learner's parameters as the sampler wants them: layers unstacked, matrices in the compute dtype.
+
+  Norm weights and biases stay float32, so both sides compute with the same numbers.
+  """
+  cast = lambda x: x.astype(policy.dtype) if x.ndim > 1 else x
+  return jax.tree.map(cast, unstack_layers(params))
+
+
 def _as_list(layers: Any, depth: int) -> list[Any]:
   if isinstance(layers, list):
     return layers
