@@ -119,8 +119,8 @@ class ModelConfig:
 
   def frequencies(self) -> np.ndarray:
     """Rotary angular frequencies of every layer, float32 [L, head_dim / 2]."""
-    local = _frequencies(self.head_dim, self.rope_theta_local or self.rope_theta, None)
-    everywhere = _frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+    local = rope_frequencies(self.head_dim, self.rope_theta_local or self.rope_theta, None)
+    everywhere = rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
     local = local if self.rope_theta_local else everywhere
     return np.stack([local if self.is_local(i) else everywhere for i in range(self.num_layers)]).astype(np.float32)
 
@@ -134,8 +134,8 @@ class ModelConfig:
     return self.num_layers * layer + tables + self.d_model
 
 
-def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-  """float64 [head_dim / 2]; Llama 3.1's three bands if scaled: kept, blended, stretched."""
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+  """Angular frequencies, float64 [head_dim / 2]; Llama 3.1's three bands if scaled: kept, blended, stretched."""
   frequency = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
   if scaling is None:
     return frequency

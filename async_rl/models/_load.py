@@ -1,0 +1,137 @@
+"""Public checkpoints into the policy's parameters, straight into their shardings."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+from typing import Protocol
+
+import jax
+import numpy as np
+import tqdm
+
+from async_rl.models._config import ModelConfig
+from async_rl.models._gguf import GGUFCheckpoint
+from async_rl.models._policy import Params
+from async_rl.models._policy import Policy
+from async_rl.models._sharding import path_name
+
+Index = tuple[slice, ...]
+
+
+class Checkpoint(Protocol):
+  """Weights in some file format, under their names there.
+
+  Attributes:
+    config: the architecture.
+    names: our parameter paths to the format's tensor names; "{}" stands for the layer's number.
+    shapes: of every tensor, matrices as [out, in].
+    ignored: names of tensors that are not parameters.
+  """
+
+  config: ModelConfig
+  names: dict[str, str]
+  shapes: dict[str, tuple[int, ...]]
+  ignored: frozenset[str]
+
+  def read(self, name: str, index: Index) -> np.ndarray:
+    """A piece of one tensor, reading no more of the file than it needs."""
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+  """Opens a GGUF file for `load_params`; reads the architecture, no weights yet.
+
+  Raises:
+    ValueError: if `path` is no checkpoint, or of an architecture that is not supported.
+  """
+  path = pathlib.Path(path)
+  if path.suffix == ".gguf":
+    return GGUFCheckpoint(path)
+  raise ValueError(f"{path} is no checkpoint: expected a .gguf file.")
+
+
+def load_params(
+  checkpoint: Checkpoint, shardings: Any = None, *, dtype: str = "float32", progress: bool | None = None
+) -> Params:
+  """The checkpoint's weights as parameters of `Policy(checkpoint.config)`, layers stacked.
+
+  Each device's shard is read by itself, so that host memory holds one shard of one parameter at a time and no
+  device holds more than its shards.
+
+  Args:
+    checkpoint: from `open_checkpoint`.
+    shardings: tree of `Policy.abstract`'s structure, such as `param_shardings`; `None`: all on the first device.
+    dtype: of the parameters.
+    progress: show a progress bar; `None`: on a terminal.
+
+  Raises:
+    ValueError: if tensors are missing, left over or misshapen; the message names them.
+  """
+  abstract = Policy(checkpoint.config).abstract()
+  if shardings is None:
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = jax.tree.map(lambda _: here, abstract)
+  check_tensors(checkpoint, abstract)
+  total = sum(leaf.size for leaf in jax.tree.leaves(abstract)) * np.dtype(dtype).itemsize
+  disable = None if progress is None else not progress
+  with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=disable) as bar:
+
+    def load(path, leaf, sharding):
+      read = _reader(checkpoint, path_name(path), leaf.shape, np.dtype(dtype))
+      array = jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, read))
+      bar.update(array.nbytes)
+      return array
+
+    return jax.tree_util.tree_map_with_path(load, abstract, shardings)
+
+
+def check_tensors(checkpoint: Checkpoint, params: Params) -> None:
+  """Raises a ValueError that names the tensors which are missing, left over or of another shape than `params`."""
+  expected = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = path_name(path)
+    stacked = name.startswith("layers/")
+    shape = stored_shape(name, leaf.shape[1:] if stacked else leaf.shape)
+    for layer in range(leaf.shape[0] if stacked else 1):
+      expected[checkpoint.names[name].format(layer)] = shape
+  found = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.ignored}
+  problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
+  problems += [f"left over {name} {found[name]}" for name in found if name not in expected]
+  problems += [
+    f"{name} is {found[name]}, expected {shape}" for name, shape in expected.items() if found.get(name, shape) != shape
+  ]
+  if problems:
+    shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+    raise ValueError(f"The checkpoint's tensors do not fit its architecture: {shown}.")
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """Shape in a checkpoint of one layer's parameter `name`."""
+  return shape[::-1] if _is_transposed(name) else shape
+
+
+def _is_transposed(name: str) -> bool:
+  return name.endswith("/kernel") or name == "ends/head"
+
+
+def _reader(
+  checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[Index], np.ndarray]:
+  """A function from an index into our parameter `name` to the values there."""
+  template, transposed = checkpoint.names[name], _is_transposed(name)
+
+  def read_one(tensor: str, index: Index) -> np.ndarray:
+    piece = checkpoint.read(tensor, index[::-1] if transposed else index)
+    return (piece.T if transposed else piece).astype(dtype)
+
+  def read_stack(index: Index) -> np.ndarray:
+    layers = range(shape[0])[index[0]]
+    out = np.empty([len(range(size)[i]) for size, i in zip(shape, index, strict=True)], dtype)
+    for i, layer in enumerate(layers):
+      out[i] = read_one(template.format(layer), index[1:])
+    return out
+
+  return read_stack if name.startswith("layers/") else functools.partial(read_one, template)
