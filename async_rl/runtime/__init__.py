@@ -3,6 +3,12 @@
 from async_rl.runtime._buffer import BufferClosed as BufferClosed
 from async_rl.runtime._buffer import EndOfData as EndOfData
 from async_rl.runtime._buffer import RolloutBuffer as RolloutBuffer
+from async_rl.runtime._mesh import Meshes as Meshes
+from async_rl.runtime._mesh import check_rows as check_rows
+from async_rl.runtime._mesh import make_mesh as make_mesh
+from async_rl.runtime._mesh import make_meshes as make_meshes
+from async_rl.runtime._mesh import replicated as replicated
+from async_rl.runtime._mesh import row_sharding as row_sharding
 from async_rl.runtime._records import completions_from_arrays as completions_from_arrays
 from async_rl.runtime._records import completions_to_arrays as completions_to_arrays
 from async_rl.runtime._records import drawn_tokens as drawn_tokens

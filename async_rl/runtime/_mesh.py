@@ -1,0 +1,127 @@
+"""The split of the devices into a generation mesh and a learner mesh.
+
+Every host splits its own devices in the same way. The learner mesh spans all hosts; each host's generation mesh is
+its own, so that weights and rollouts cross hosts only in the learner's collectives. Where both roles share the
+devices ("colocated") the learner mesh has all of them, and the generation mesh all local ones.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+#: Mesh axes, outermost first: copies of the parameters, parameters split and gathered, and split matrix products.
+AXES = ("data", "fsdp", "tensor")
+
+#: The rows of a batch are split over these.
+ROWS = PartitionSpec(("data", "fsdp"))
+
+D = TypeVar("D", bound=Any)  # a jax.Device
+
+
+class Meshes(NamedTuple):
+  """The devices by role.
+
+  Attributes:
+    generation: local devices of this process that sample.
+    learner: devices of all processes that train.
+    colocated: whether both roles share the devices.
+  """
+
+  generation: Mesh
+  learner: Mesh
+  colocated: bool
+
+
+def make_meshes(
+  generation: float | None = None,
+  *,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[jax.Device] | None = None,
+) -> Meshes:
+  """Splits the devices by role.
+
+  Args:
+    generation: how many devices of each host sample: a number, or a fraction below 1 of the host's devices. 0: all
+      devices have both roles. None: half of them, all where a host has one.
+    fsdp: size of the learner's fsdp axis; its data axis takes the devices that are left. Generation meshes have fsdp 1,
+      since decoding would gather the parameters for every token.
+    tensor: size of the tensor axis of both meshes.
+    devices: all devices of all processes; default `jax.devices()`.
+
+  Raises:
+    ValueError: if the split leaves a role without devices, or axis sizes do not divide the number of devices.
+  """
+  sampling, learning = split_devices(jax.devices() if devices is None else devices, generation, jax.process_index())
+  return Meshes(
+    generation=make_mesh(sampling, tensor=tensor, role="generation"),
+    learner=make_mesh(learning, fsdp=fsdp, tensor=tensor, role="learner"),
+    colocated=not set(sampling).isdisjoint(learning),
+  )
+
+
+def split_devices(devices: Sequence[D], generation: float | None, process_index: int) -> tuple[list[D], list[D]]:
+  """The devices on which process `process_index` samples, and those of all processes that learn.
+
+  Both are in order of process and id. See `make_meshes` for `generation`.
+  """
+  hosts: dict[int, list[D]] = collections.defaultdict(list)
+  for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
+    hosts[device.process_index].append(device)
+  sizes = {index: len(host) for index, host in hosts.items()}
+  size = sizes[process_index]
+  if set(sizes.values()) != {size}:
+    raise ValueError(f"every process must have equally many devices, got {sizes} by process")
+  if generation is None:
+    count = size // 2
+  else:
+    count = int(generation * size if generation < 1 else generation)
+    if not 0 <= count < size or (count == 0) != (generation == 0) or (generation >= 1 and count != generation):
+      raise ValueError(
+        f"generation={generation} of {size} devices per process leaves no whole device for one of the roles: "
+        f"give a number from 1 to {size - 1}, a fraction, or 0 to share the devices"
+      )
+  local = hosts[process_index]
+  return local[size - count :] or local, [device for host in hosts.values() for device in host[: size - count]]
+
+
+def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1, role: str = "mesh") -> Mesh:
+  """A mesh of `AXES` over the devices in their order; `role` names it in errors."""
+  if fsdp < 1 or tensor < 1 or len(devices) % (fsdp * tensor):
+    raise ValueError(
+      f"the {role} mesh has {len(devices)} devices, which fsdp={fsdp} times tensor={tensor} does not divide: "
+      "change these sizes or the number of devices"
+    )
+  shape = (len(devices) // (fsdp * tensor), fsdp, tensor)
+  return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+  """Sharding of arrays whose leading dimension counts rows of a batch."""
+  return NamedSharding(mesh, ROWS)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """Sharding of arrays that every device has whole."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def check_rows(rows: int, mesh: Mesh, name: str = "rows") -> None:
+  """Raises ValueError unless `rows` can be split over the data and fsdp axes of the mesh."""
+  shards = mesh.shape["data"] * mesh.shape["fsdp"]
+  if rows < 1 or rows % shards:
+    raise ValueError(
+      f"{name}={rows} cannot be split over the mesh's data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} devices: "
+      f"make it a multiple of {shards}, or use other axis sizes"
+    )
