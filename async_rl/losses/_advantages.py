@@ -97,9 +97,56 @@ def rloo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> j
   return centred * divide_or_zero(size, size - 1.0)
 
 
-def zero_variance_fraction(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
-  """Share of the groups (those with a member) whose rewards are all equal: they give no gradient under GRPO."""
+def opo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, lengths: ArrayLike) -> jax.Array:
+  """OPO: A = R − Σ_j L_j R_j / Σ_j L_j over the group, with *lengths* [B] in trained tokens.
+
+  References:
+    Hao et al., On-Policy RL with Optimal Reward Baseline, 2025, https://arxiv.org/abs/2505.23585
+
+  >>> opo_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), 1, lengths=jnp.array([3, 1])).round(4)
+  Array([ 0.25, -0.75], dtype=float32)
+  """
+  check_rows(rewards, groups=groups, lengths=lengths)
+  return subtract_baseline(rewards, groups, num_groups, jnp.log(jnp.asarray(lengths, jnp.float32)))
+
+
+def importance_mean_advantages(
+  rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, log_weights: ArrayLike
+) -> jax.Array:
+  """A = R − Σ_j w_j R_j / Σ_j w_j over the group: the mean reward that the current policy would have.
+
+  Args:
+    rewards: [B].
+    groups: int [B].
+    num_groups: static number of groups.
+    log_weights: [B] sequence log-weights, raw (untruncated).
+
+  >>> log_weights = jnp.log(jnp.array([3.0, 1.0]))
+  >>> importance_mean_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), 1, log_weights=log_weights).round(4)
+  Array([ 0.25, -0.75], dtype=float32)
+  """
+  check_rows(rewards, groups=groups, log_weights=log_weights)
+  return subtract_baseline(rewards, groups, num_groups, log_weights)
+
+
+def informative_rows(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """bool [B], False for the rows of a group whose rewards are all equal: DAPO drops them (mask them out).
+
+  >>> informative_rows(jnp.array([1.0, 5.0, 0.0, 5.0]), jnp.array([0, 1, 0, 1]), 2)
+  Array([ True, False,  True, False], dtype=bool)
+  """
   check_rows(rewards, groups=groups)
-  present = jax.ops.segment_sum(jnp.ones(jnp.shape(rewards)), groups, num_groups) > 0
-  flat = jax.ops.segment_max(above_group_minimum(rewards, groups, num_groups), groups, num_groups) <= 0
-  return divide_or_zero(jnp.sum(flat & present, dtype=jnp.float32), jnp.sum(present, dtype=jnp.float32))
+  spread = jax.ops.segment_max(above_group_minimum(rewards, groups, num_groups), groups, num_groups)
+  return of_group(spread, groups) > 0
+
+
+def zero_variance_fraction(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """Share of the groups (those with a member) whose rewards are all equal: they give no gradient under GRPO.
+
+  >>> float(zero_variance_fraction(jnp.array([1.0, 5.0, 0.0, 5.0]), jnp.array([0, 1, 0, 1]), 2))
+  0.5
+  """
+  present = jax.ops.segment_max(jnp.ones_like(groups), groups, num_groups) > 0
+  informative = jax.ops.segment_max(informative_rows(rewards, groups, num_groups).astype(int), groups, num_groups) > 0
+  flat = jnp.sum(present & ~informative, dtype=jnp.float32)
+  return divide_or_zero(flat, jnp.sum(present, dtype=jnp.float32))

@@ -35,7 +35,7 @@ def aggregate(
   ================= ============================= ==========================================
 
   Tokens and lengths L_b are counted in *mask*: pass the batch's mask to keep rejected tokens in the denominator, or
-  ``PolicyLoss.keep`` to leave them out. ``constant`` with ``max_length=1`` sums over tokens and averages over sequences.
+  ``PolicyLoss.keep`` to leave them out. ``constant`` with ``max_length=1`` sums over tokens and means over sequences.
 
   Args:
     loss: [B, T] per-token loss.
@@ -59,7 +59,7 @@ def aggregate(
   check_mask(mask, loss=loss)
   if method not in get_args(Aggregation):
     raise ValueError(f"*method* must be one of {get_args(Aggregation)}, got method={method!r}.")
-  if (method == "constant") != (max_length is not None):
+  if (method == "constant") == (max_length is None):
     raise ValueError(f"*max_length* goes with method='constant' only, got method={method!r}, max_length={max_length}.")
   per_sequence = jnp.sum(jnp.where(mask, jnp.asarray(loss, jnp.float32), 0.0), axis=-1)
   lengths = jnp.sum(mask, axis=-1, dtype=jnp.float32)
@@ -68,7 +68,7 @@ def aggregate(
     return jnp.sum(per_sequence), jnp.sum(lengths)
   if method == "sequence_mean":
     return jnp.sum(per_sequence / jnp.maximum(lengths, 1.0)), sequences
-  return jnp.sum(per_sequence), sequences * max_length
+  return jnp.sum(per_sequence), sequences * jnp.float32(max_length)
 
 
 def divide_or_zero(numerator: ArrayLike, denominator: ArrayLike) -> jax.Array:

@@ -8,6 +8,18 @@ from async_rl.losses._policy import PolicyLoss
 from async_rl.losses._policy import per_token
 from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
+from async_rl.losses._ratios import mean_log_ratios
+from async_rl.losses._ratios import sequence_log_weights
+
+
+def _check_clip(low: float, high: float, dual_clip: float | None) -> None:
+  """Options may be traced (to sweep them under vmap); only concrete values are checked."""
+  if not isinstance(low, jax.core.Tracer) and not 0.0 <= low <= 1.0:
+    raise ValueError(f"*low* must be in [0, 1]: the ratio is held above 1 - low; got low={low}.")
+  if not isinstance(high, jax.core.Tracer) and high < 0.0:
+    raise ValueError(f"*high* must be at least 0: the ratio is held below 1 + high; got high={high}.")
+  if dual_clip is not None and not isinstance(dual_clip, jax.core.Tracer) and dual_clip <= 1.0:
+    raise ValueError(f"*dual_clip* must be None or above 1, got dual_clip={dual_clip}.")
 
 
 def clipped_surrogate(
@@ -24,10 +36,7 @@ def clipped_surrogate(
 
   With *dual_clip* c > 1 and A < 0 the ratio is also held below c.
   """
-  if not 0.0 <= low <= 1.0 or high < 0.0:
-    raise ValueError(f"*low* must be in [0, 1] and *high* >= 0, got low={low}, high={high}.")
-  if dual_clip is not None and dual_clip <= 1.0:
-    raise ValueError(f"*dual_clip* must be None or above 1, got dual_clip={dual_clip}.")
+  _check_clip(low, high, dual_clip)
   advantages = per_token(advantages, mask)
   positive, negative = advantages > 0, advantages < 0
   above, below = positive & (log_ratio > jnp.log1p(high)), negative & (log_ratio < jnp.log1p(-low))
@@ -68,3 +77,58 @@ def ppo_clip(
   """
   ratios = log_ratios(logprobs, behaviour, mask)
   return clipped_surrogate(ratios, advantages, mask, low=low, high=high, dual_clip=dual_clip)
+
+
+def gspo(
+  logprobs: ArrayLike,
+  behaviour: ArrayLike,
+  advantages: ArrayLike,
+  mask: ArrayLike,
+  *,
+  low: float = 3e-4,
+  high: float = 4e-4,
+  token: bool = False,
+) -> PolicyLoss:
+  """GSPO: the clipped objective of the length-normalised sequence ratio s = w^(1/L), the same value on every token.
+
+  With ``token=True`` (GSPO-token) each token has s_t = sg(s)·π_t/sg(π_t): equal in value, and equal in gradient where
+  the advantage does not differ by token. Aggregate by `sequence_mean`.
+
+  References:
+    Zheng et al., Group Sequence Policy Optimization, 2025, https://arxiv.org/abs/2507.18071
+
+  >>> mask = jnp.array([[True, True]])
+  >>> gspo(jnp.array([[-1.0, -2.0]]), jnp.array([[-1.0, -2.0]]), jnp.array([0.5]), mask).loss
+  Array([[-0.5, -0.5]], dtype=float32)
+  """
+  ratios = log_ratios(logprobs, behaviour, mask)
+  log_s = mean_log_ratios(ratios, mask)[:, None]
+  if token:
+    log_s = jax.lax.stop_gradient(log_s - ratios) + ratios
+  return clipped_surrogate(log_s, advantages, mask, low=low, high=high)
+
+
+def proximal_rloo(
+  logprobs: ArrayLike,
+  behaviour: ArrayLike,
+  advantages: ArrayLike,
+  mask: ArrayLike,
+  *,
+  low: float = 0.2,
+  high: float = 0.2,
+) -> PolicyLoss:
+  """Proximal RLOO: PPO's clipped objective of the whole sequence ratio w, the same value on every token.
+
+  Aggregate by `sequence_mean`, which makes it max(−A·w, −A·clip(w)) per sequence; the advantages are
+  `rloo_advantages` of `kl_penalised_rewards`. The paper's trainer recomputes the denominator with its own weights;
+  here *behaviour* is what the caller passes, normally the true behaviour log-probabilities.
+
+  References:
+    Noukhovitch et al., Asynchronous RLHF, 2024, https://arxiv.org/abs/2410.18252
+
+  >>> mask = jnp.array([[True, True]])
+  >>> proximal_rloo(jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -2.0]]), jnp.array([1.0]), mask).loss
+  Array([[-1.2, -1.2]], dtype=float32)
+  """
+  log_weights = sequence_log_weights(log_ratios(logprobs, behaviour, mask))[:, None]
+  return clipped_surrogate(log_weights, advantages, mask, low=low, high=high)

@@ -69,13 +69,45 @@ def reinforce(logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, 
   return weighted_score(logprobs, advantages, mask, jnp.zeros((1, 1)), jnp.zeros((1, 1), bool))
 
 
+def cispo(
+  logprobs: ArrayLike,
+  behaviour: ArrayLike,
+  advantages: ArrayLike,
+  mask: ArrayLike,
+  *,
+  low: float = 0.0,
+  high: float = 5.0,
+) -> PolicyLoss:
+  """CISPO: weight clip(ρ_t, low, high), so that no token loses its gradient.
+
+  The paper sets no lower bound and tunes the upper one without naming it; 5 is from the range that ScaleRL reports.
+
+  References:
+    MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585; Khatri et al., ScaleRL, 2025, https://arxiv.org/abs/2510.13786
+
+  >>> pi, mu = jnp.array([[0.9, 0.5, 0.1]]), jnp.array([[0.1, 0.5, 0.5]])  # ratios 9, 1 and 0.2
+  >>> cispo(jnp.log(pi), jnp.log(mu), jnp.ones(1), jnp.ones((1, 3), bool), low=0.5).clipped
+  Array([[ True, False,  True]], dtype=bool)
+  """
+  ratios = log_ratios(logprobs, behaviour, mask)
+  log_low, log_high = jnp.log(low), jnp.log(high)
+  return weighted_score(
+    logprobs, advantages, mask, jnp.clip(ratios, log_low, log_high), (ratios < log_low) | (ratios > log_high)
+  )
+
+
 def token_tis(
   logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 2.0
 ) -> PolicyLoss:
-  """Token-level truncated importance sampling: weight min(ρ_t, cap)."""
-  ratios = log_ratios(logprobs, behaviour, mask)
-  log_cap = jnp.log(cap)
-  return weighted_score(logprobs, advantages, mask, jnp.minimum(ratios, log_cap), ratios > log_cap)
+  """Token-level truncated importance sampling: weight min(ρ_t, cap). ``cap=inf`` does not truncate.
+
+  References:
+    Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (cap 2)
+
+  >>> token_tis(jnp.array([[-1.0]]), jnp.array([[-3.0]]), jnp.array([1.0]), jnp.array([[True]])).loss
+  Array([[2.]], dtype=float32)
+  """
+  return cispo(logprobs, behaviour, advantages, mask, low=0.0, high=cap)
 
 
 def sequence_tis(
@@ -97,3 +129,27 @@ def sequence_tis(
   log_weights = sequence_log_weights(log_ratios(logprobs, behaviour, mask))[:, None]
   log_cap = jnp.log(cap)
   return weighted_score(logprobs, advantages, mask, jnp.minimum(log_weights, log_cap), log_weights > log_cap)
+
+
+def topr(
+  logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 1.0
+) -> PolicyLoss:
+  """TOPR: weight 1 where A ≥ 0, sequence weight min(w, cap) where A < 0 (cap 1 in the paper).
+
+  References:
+    Le Roux et al., Tapered Off-Policy REINFORCE, 2025, https://arxiv.org/abs/2503.14286
+
+  >>> two = jnp.ones((2, 1))
+  >>> topr(-1.0 * two, 0.0 * two, jnp.array([1.0, -1.0]), two > 0).loss  # w = e^-1 on the negative
+  Array([[ 1.        ],
+         [-0.36787945]], dtype=float32)
+  """
+  log_weights = sequence_log_weights(log_ratios(logprobs, behaviour, mask))[:, None]
+  negative, log_cap = per_token(advantages, mask) < 0, jnp.log(cap)
+  return weighted_score(
+    logprobs,
+    advantages,
+    mask,
+    jnp.where(negative, jnp.minimum(log_weights, log_cap), 0.0),
+    negative & (log_weights > log_cap),
+  )

@@ -1,0 +1,217 @@
+"""OPOB, the minimum-variance off-policy baseline of VCPO.
+
+Per group b* = Σ_i w_i² n_i² R_i / Σ_i w_i² n_i² with n_i = ‖∇_θ log π_θ(τ_i)‖, the sample itself included, on raw
+rewards and untruncated sequence weights w. The norms are either exact (`opob_gradient`, which makes them while it makes
+the gradient) or estimated (`squared_norms_by_length`, `squared_norms_by_logits`) and given to `opob_advantages`.
+
+References:
+  VCPO: Stable Asynchrony, 2026, https://arxiv.org/abs/2602.17616, equations 7 and 13
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from async_rl.losses._advantages import MIN_STD
+from async_rl.losses._advantages import above_group_minimum
+from async_rl.losses._advantages import group_std
+from async_rl.losses._advantages import of_group
+from async_rl.losses._advantages import subtract_baseline
+from async_rl.losses._aggregation import divide_or_zero
+from async_rl.losses._ratios import check_mask
+from async_rl.losses._ratios import check_rows
+
+
+def _log_weight(log_weights: ArrayLike, code_cap: float | None) -> jax.Array:
+  """log of w², or of the released code's w² · min(w, cap)²."""
+  log_weights = jnp.asarray(log_weights, jnp.float32)
+  return 2.0 * (log_weights if code_cap is None else log_weights + jnp.minimum(log_weights, jnp.log(code_cap)))
+
+
+def opob_advantages(
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  num_groups: int,
+  *,
+  log_weights: ArrayLike,
+  squared_norms: ArrayLike,
+  normalize_std: bool = False,
+  code_cap: float | None = None,
+) -> jax.Array:
+  """A = R − b*, float32 [B], computed in log space.
+
+  Args:
+    rewards: [B], raw.
+    groups: int [B], the group of each sequence.
+    num_groups: static number of groups.
+    log_weights: [B] sequence log-weights, raw (untruncated).
+    squared_norms: [B] n_i², exact or estimated; only their ratios within a group matter.
+    normalize_std: divide by the group's reward std (all released scripts do), unless it is at most 1e-8.
+    code_cap: None is the published w². A cap c is the released code's form, whose norms are those of gradients already
+      multiplied by min(w, c): w² · min(w, c)², that is w⁴ where not truncated (c = 8 there).
+
+  >>> log_weights, squares = jnp.log(jnp.array([2.0, 1.0])), jnp.array([1.0, 4.0])
+  >>> opob_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), 1, log_weights=log_weights, squared_norms=squares)
+  Array([ 0.5, -0.5], dtype=float32)
+  """
+  check_rows(rewards, groups=groups, log_weights=log_weights, squared_norms=squared_norms)
+  logits = _log_weight(log_weights, code_cap) + jnp.log(jnp.asarray(squared_norms, jnp.float32))
+  return subtract_baseline(rewards, groups, num_groups, logits, normalize_std)
+
+
+def squared_norms_by_length(mask: ArrayLike) -> jax.Array:
+  """n² ∝ L: the number of trained tokens, float32 [B]. With it and w = 1, OPOB is OPO."""
+  return jnp.sum(mask, axis=-1, dtype=jnp.float32)
+
+
+def squared_norms_by_logits(
+  logprobs: ArrayLike, sum_squared_probs: ArrayLike, mask: ArrayLike, *, hidden_squared_norms: ArrayLike | None = None
+) -> jax.Array:
+  """n² estimated by the gradient at the logits, Σ_t ‖e_a − p_t‖², where ‖e_a − p‖² = 1 − 2 p_a + Σ_v p_v².
+
+  With the norms of the last hidden states it is Σ_t ‖e_a − p_t‖² ‖h_t‖²: the squared gradient norm of the output
+  matrix, if the tokens' gradients were orthogonal.
+
+  Args:
+    logprobs: [B, T] log p_a of the drawn tokens.
+    sum_squared_probs: [B, T] Σ_v p_v² of each token's distribution.
+    mask: bool [B, T].
+    hidden_squared_norms: [B, T] ‖h_t‖² of the states the logits were made from; None for 1.
+
+  Returns:
+    float32 [B].
+
+  >>> mask = jnp.array([[True]])  # p = (0.5, 0.5): ‖(0.5, -0.5)‖² = 0.5
+  >>> squared_norms_by_logits(jnp.log(jnp.array([[0.5]])), jnp.array([[0.5]]), mask)
+  Array([0.5], dtype=float32)
+  """
+  check_mask(mask, logprobs=logprobs, sum_squared_probs=sum_squared_probs)
+  drawn = jnp.exp(jnp.asarray(logprobs, jnp.float32))
+  squares = jnp.maximum(1.0 - 2.0 * drawn + jnp.asarray(sum_squared_probs, jnp.float32), 0.0)
+  if hidden_squared_norms is not None:
+    check_mask(mask, hidden_squared_norms=hidden_squared_norms)
+    squares = squares * jnp.asarray(hidden_squared_norms, jnp.float32)
+  return jnp.sum(jnp.where(mask, squares, 0.0), axis=-1)
+
+
+def tree_squared_norm(tree: Any) -> jax.Array:
+  """Sum of the squares of all leaves, in float32."""
+  return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), start=jnp.float32(0.0))
+
+
+class OpobGradient(NamedTuple):
+  """Result of `opob_gradient`.
+
+  Attributes:
+    gradient: tree, float32, −Σ_i coefficient_i A_i ∇ log π(τ_i): a numerator, to be divided by the number of sequences.
+    advantages: float32 [B], A_i = R_i − b* of its group (divided by the std where asked).
+    squared_norms: float32 [B], the exact n_i².
+  """
+
+  gradient: Any
+  advantages: jax.Array
+  squared_norms: jax.Array
+
+
+class _Carry(NamedTuple):
+  """Scan state: both gradient-sized buffers and a running log-sum-exp of the open group."""
+
+  gradient: Any  # finished: −Σ c A g, where the open group's share still lacks its baseline
+  scores: Any  # Σ c g of the open group
+  top: jax.Array  # float32 [], largest log(w² n²) of the open group
+  weight: jax.Array  # float32 [], Σ w² n² / exp(top)
+  reward: jax.Array  # float32 [], Σ w² n² R / exp(top)
+
+
+def opob_gradient(
+  score: Callable[[Any], Any],
+  trajectories: Any,
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  num_groups: int,
+  *,
+  log_weights: ArrayLike,
+  coefficients: ArrayLike,
+  normalize_std: bool = False,
+  code_cap: float | None = None,
+  squared_norm: Callable[[Any], jax.Array] = tree_squared_norm,
+) -> OpobGradient:
+  """The policy gradient under the exact OPOB baseline, from one backward pass per trajectory.
+
+  The gradient is linear in the advantage, so the baseline need not be known beforehand: each trajectory's score adds
+  R_i c_i g_i to one gradient-sized buffer and c_i g_i to another, and when its group ends b* times the second is
+  subtracted.
+
+  Under `jit` the parameters may be sharded in any way. To process one trajectory per data shard at a time, call it
+  inside `jax.shard_map` (``check_vma=False``) with whole groups on each shard, give a *squared_norm* that also sums
+  over the mesh axes which shard the parameters, and `psum` the gradient over the data axis.
+
+  Args:
+    score: maps one trajectory to ∇_θ log π_θ(τ) = ∇ Σ_t log π, a tree like the parameters (advantage 1, no weight).
+    trajectories: tree of arrays with leading axis B; *score* sees it without that axis.
+    rewards: [B], raw.
+    groups: int [B], any order.
+    num_groups: static number of groups.
+    log_weights: [B] sequence log-weights of the current policy, raw (untruncated).
+    coefficients: [B] factor of each score in the loss: min(w, 8)/L_i for VCPO, whose aggregation is `sequence_mean`.
+    normalize_std: as in `opob_advantages`.
+    code_cap: as in `opob_advantages`.
+    squared_norm: squared norm of a gradient tree over all of its shards.
+
+  Returns:
+    `OpobGradient`.
+  """
+  check_rows(rewards, groups=groups, log_weights=log_weights, coefficients=coefficients)
+  order = jnp.argsort(groups, stable=True)
+  sorted_groups = jnp.asarray(groups)[order]
+  closes = jnp.append(sorted_groups[1:] != sorted_groups[:-1], True)
+  shifted = above_group_minimum(rewards, groups, num_groups)
+  sizes = of_group(jax.ops.segment_sum(jnp.ones_like(shifted), groups, num_groups), groups)
+  means = divide_or_zero(of_group(jax.ops.segment_sum(shifted, groups, num_groups), groups), sizes)
+  factors = jnp.asarray(coefficients, jnp.float32)
+  if normalize_std:
+    std = of_group(group_std(rewards, groups, num_groups), groups)
+    factors = factors / jnp.where(std > MIN_STD, std, 1.0)
+  rows = (shifted, means, factors, _log_weight(log_weights, code_cap))
+
+  def body(carry: _Carry, inputs: Any) -> tuple[_Carry, jax.Array]:
+    trajectory, (reward, mean, factor, log_weight), closing = inputs
+    gradient = score(trajectory)
+    square = squared_norm(gradient)
+    log_term = log_weight + jnp.log(square)
+    top = jnp.maximum(carry.top, log_term)
+    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
+    decay, term = jnp.exp(carry.top - finite_top), jnp.exp(log_term - finite_top)
+    weight, weighted_reward = carry.weight * decay + term, carry.reward * decay + term * reward
+    baseline = jnp.where(closing, jnp.where(weight > 0, divide_or_zero(weighted_reward, weight), mean), 0.0)
+    open_ = jnp.where(closing, 0.0, 1.0)
+    scores = jax.tree.map(lambda s, g: s + factor * g, carry.scores, gradient)
+    total = jax.tree.map(lambda t, s, g: t - factor * reward * g + baseline * s, carry.gradient, scores, gradient)
+    return _Carry(
+      total,
+      jax.tree.map(lambda s: open_ * s, scores),
+      jnp.where(closing, -jnp.inf, top),
+      open_ * weight,
+      open_ * weighted_reward,
+    ), square
+
+  inputs = jax.tree.map(lambda x: jnp.asarray(x)[order], (trajectories, rows))
+  shapes = jax.eval_shape(score, jax.tree.map(lambda x: x[0], inputs[0]))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+  zero = jnp.float32(0.0)
+  carry, squares = jax.lax.scan(body, _Carry(zeros, zeros, -jnp.inf + zero, zero, zero), (*inputs, closes))
+  squares = jnp.zeros_like(squares).at[order].set(squares)
+  advantages = opob_advantages(
+    rewards,
+    groups,
+    num_groups,
+    log_weights=log_weights,
+    squared_norms=squares,
+    normalize_std=normalize_std,
+    code_cap=code_cap,
+  )
+  return OpobGradient(carry.gradient, advantages, squares)

@@ -1,0 +1,122 @@
+"""Losses on the best and the worst completion of each group: Online DPO, IPO and best-of-N fine-tuning.
+
+References:
+  Noukhovitch et al., Asynchronous RLHF, 2024, https://arxiv.org/abs/2410.18252
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from async_rl.losses._policy import PolicyLoss
+from async_rl.losses._ratios import check_mask
+from async_rl.losses._ratios import check_rows
+
+
+class PreferencePairs(NamedTuple):
+  """Row indices into the batch, one pair per group.
+
+  Attributes:
+    best: int32 [num_groups], row of the highest reward; the lowest row among equals.
+    worst: int32 [num_groups], row of the lowest reward; the lowest row among equals.
+    valid: bool [num_groups], False for a group without rows or without a preference (all rewards equal): mask it out.
+  """
+
+  best: jax.Array
+  worst: jax.Array
+  valid: jax.Array
+
+
+def _first_row_where(rows: jax.Array, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """Per group, the lowest row index where *rows* is True; 0 for a group without any."""
+  size = rows.shape[0]
+  first = jax.ops.segment_min(jnp.where(rows, jnp.arange(size), size), groups, num_groups)
+  return jnp.where(first < size, first, 0)
+
+
+def preference_pairs(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> PreferencePairs:
+  """The rows of the best and worst completion of each group. Gather them before splitting into micro-batches.
+
+  >>> pairs = preference_pairs(jnp.array([0.0, 3.0, 1.0, 3.0]), jnp.array([0, 1, 0, 1]), 2)
+  >>> pairs.best, pairs.worst, pairs.valid
+  (Array([2, 1], dtype=int32), Array([0, 1], dtype=int32), Array([ True, False], dtype=bool))
+  """
+  check_rows(rewards, groups=groups)
+  rewards = jnp.asarray(rewards, jnp.float32)
+  top = jax.ops.segment_max(rewards, groups, num_groups)
+  bottom = jax.ops.segment_min(rewards, groups, num_groups)
+  best = _first_row_where(rewards == top.at[groups].get(mode="fill", fill_value=jnp.nan), groups, num_groups)
+  worst = _first_row_where(rewards == bottom.at[groups].get(mode="fill", fill_value=jnp.nan), groups, num_groups)
+  return PreferencePairs(best, worst, top > bottom)
+
+
+def _margin(best: ArrayLike, worst: ArrayLike, reference_best: ArrayLike, reference_worst: ArrayLike) -> jax.Array:
+  check_rows(best, worst=worst, reference_best=reference_best, reference_worst=reference_worst)
+  best, worst = jnp.asarray(best, jnp.float32), jnp.asarray(worst, jnp.float32)
+  return best - worst - jax.lax.stop_gradient(jnp.asarray(reference_best) - jnp.asarray(reference_worst))
+
+
+def dpo_loss(
+  best: ArrayLike, worst: ArrayLike, reference_best: ArrayLike, reference_worst: ArrayLike, *, beta: float = 0.1
+) -> jax.Array:
+  """Online DPO per pair: −log σ(β [(log π(y⁺) − log π(y⁻)) − (log π_ref(y⁺) − log π_ref(y⁻))]).
+
+  Args:
+    best: [N] sequence log-probabilities (sums over tokens) of the preferred completions; the gradient flows.
+    worst: [N] those of the rejected completions; the gradient flows.
+    reference_best: [N] the same under the reference policy.
+    reference_worst: [N].
+    beta: inverse temperature of the implicit reward.
+
+  Returns:
+    float32 [N]; average it over `PreferencePairs.valid`.
+
+  >>> zero = jnp.zeros(1)
+  >>> dpo_loss(zero, zero, zero, zero)
+  Array([0.6931472], dtype=float32)
+  """
+  return jax.nn.softplus(-beta * _margin(best, worst, reference_best, reference_worst))
+
+
+def ipo_loss(
+  best: ArrayLike, worst: ArrayLike, reference_best: ArrayLike, reference_worst: ArrayLike, *, beta: float = 0.1
+) -> jax.Array:
+  """IPO per pair: (margin − 1/(2β))², arguments as in `dpo_loss`.
+
+  References:
+    Azar et al., A General Theoretical Paradigm, 2023, https://arxiv.org/abs/2310.12036
+
+  >>> zero = jnp.zeros(1)
+  >>> ipo_loss(zero, zero, zero, zero)
+  Array([25.], dtype=float32)
+  """
+  return jnp.square(_margin(best, worst, reference_best, reference_worst) - 1.0 / (2.0 * beta))
+
+
+def best_rows(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """bool [B], True for one row of the highest reward in each group (the lowest row among equals).
+
+  >>> best_rows(jnp.array([0.0, 3.0, 1.0, 3.0]), jnp.array([0, 1, 0, 1]), 2)
+  Array([False,  True,  True, False], dtype=bool)
+  """
+  best = preference_pairs(rewards, groups, num_groups).best
+  rows = jnp.arange(jnp.shape(rewards)[0])
+  return best.at[groups].get(mode="fill", fill_value=-1) == rows
+
+
+def best_of_n(logprobs: ArrayLike, best: ArrayLike, mask: ArrayLike) -> PolicyLoss:
+  """Best-of-N fine-tuning: −log π on the tokens of the rows in *best* (bool [B], `best_rows`).
+
+  Aggregated by `constant` with ``max_length=1`` over `PolicyLoss.keep` it is the published −Σ_t log π(y_best), averaged
+  over the groups.
+
+  >>> best_of_n(jnp.array([[-1.0], [-2.0]]), jnp.array([False, True]), jnp.ones((2, 1), bool)).loss
+  Array([[0.],
+         [2.]], dtype=float32)
+  """
+  check_mask(mask, logprobs=logprobs)
+  keep = jnp.logical_and(mask, jnp.asarray(best)[:, None])
+  loss = jnp.where(keep, -jnp.asarray(logprobs, jnp.float32), 0.0)
+  return PolicyLoss(loss, keep, jnp.zeros_like(keep))

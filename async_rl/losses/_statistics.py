@@ -1,0 +1,83 @@
+"""Effective sample size of importance weights: how much of a stale batch still counts.
+
+ESS/n = (Σw)² / (n Σw²), in log space: 1 when all weights are equal, 1/n when one weight is everything. The token level
+alone is no alarm (it stays near 1 while training collapses); watch the sequence level, on raw weights.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from async_rl.losses._ratios import check_mask
+from async_rl.losses._ratios import sequence_log_weights
+
+
+def ess_ratio(log_weights: ArrayLike, mask: ArrayLike, *, cap: float | None = None) -> jax.Array:
+  """Effective sample size as a share of the number of weights: float32 [], in [1/n, 1], and 0 when there are none.
+
+  Args:
+    log_weights: log-weights of any shape, raw.
+    mask: bool, same shape: the weights that count.
+    cap: truncate the weights at this first; None for the raw ones.
+
+  >>> round(float(ess_ratio(jnp.log(jnp.array([3.0, 1.0])), jnp.array([True, True]))), 4)  # 4² / (2 · 10)
+  0.8
+  """
+  check_mask(mask, log_weights=log_weights)
+  log_weights = jnp.asarray(log_weights, jnp.float32)
+  if cap is not None:
+    log_weights = jnp.minimum(log_weights, jnp.log(cap))
+  count = jnp.sum(mask)
+  log_weights = jnp.where(mask, log_weights, -jnp.inf)
+  log_weights = log_weights - jnp.where(count > 0, jnp.max(log_weights), 0.0)
+  total, squares = jnp.sum(jnp.exp(log_weights)), jnp.sum(jnp.exp(2.0 * log_weights))
+  return jnp.where(count > 0, total**2 / jnp.where(count > 0, squares * count, 1.0), 0.0)
+
+
+def ess_statistics(
+  log_ratios: ArrayLike,
+  mask: ArrayLike,
+  *,
+  lag: ArrayLike | None = None,
+  edges: Sequence[int] = (1, 4, 16, 64),
+  token_cap: float = 2.0,
+  sequence_cap: float = 8.0,
+) -> dict[str, jax.Array]:
+  """ESS ratios of a whole batch, raw and truncated, at token and at sequence level, and per lag.
+
+  Args:
+    log_ratios: [B, T] raw log-ratios of the whole optimizer batch.
+    mask: bool [B, T].
+    lag: int [B, T]; adds one entry per bucket of lag. A sequence has the lag of its oldest token.
+    edges: first lag of each bucket after the one that starts at 0; static.
+    token_cap: truncation of the token weights.
+    sequence_cap: truncation of the sequence weights.
+
+  Returns:
+    `ess/sequence`, `ess/token`, `ess_truncated/sequence`, `ess_truncated/token`, and, given *lag*, the raw ones per
+    bucket as `ess/sequence/lag_4-15` or `ess/token/lag_64+` (0 where a bucket is empty).
+
+  >>> sorted(ess_statistics(jnp.zeros((2, 1)), jnp.ones((2, 1), bool), lag=jnp.array([[0], [7]]), edges=(1,)))[:3]
+  ['ess/sequence', 'ess/sequence/lag_0', 'ess/sequence/lag_1+']
+  """
+  check_mask(mask, log_ratios=log_ratios)
+  levels = {
+    "sequence": (sequence_log_weights(log_ratios), jnp.any(mask, axis=-1), sequence_cap),
+    "token": (jnp.asarray(log_ratios, jnp.float32), jnp.asarray(mask), token_cap),
+  }
+  statistics = {}
+  for level, (log_weights, counted, cap) in levels.items():
+    statistics[f"ess/{level}"] = ess_ratio(log_weights, counted)
+    statistics[f"ess_truncated/{level}"] = ess_ratio(log_weights, counted, cap=cap)
+  if lag is None:
+    return statistics
+  check_mask(mask, lag=lag)
+  lags = {"sequence": jnp.max(jnp.where(mask, lag, 0), axis=-1), "token": jnp.asarray(lag)}
+  for low, high in zip((0, *edges), (*edges, None)):
+    name = f"{low}+" if high is None else f"{low}" if high == low + 1 else f"{low}-{high - 1}"
+    for level, (log_weights, counted, _) in levels.items():
+      inside = (lags[level] >= low) if high is None else (lags[level] >= low) & (lags[level] < high)
+      statistics[f"ess/{level}/lag_{name}"] = ess_ratio(log_weights, counted & inside)
+  return statistics
