@@ -18,19 +18,18 @@ The order in a chain has a meaning. The one to start from is::
 outside, and pass `log_weights` of the whole batch.
 """
 
-from async_rl.stabilizers._alignment import KEPT as KEPT
-from async_rl.stabilizers._alignment import PROJECTED as PROJECTED
-from async_rl.stabilizers._alignment import SKIPPED as SKIPPED
-from async_rl.stabilizers._alignment import ControlAlignmentState as ControlAlignmentState
-from async_rl.stabilizers._alignment import control_alignment as control_alignment
-from async_rl.stabilizers._ess import ScaleByEssState as ScaleByEssState
-from async_rl.stabilizers._ess import scale_by_ess as scale_by_ess
-from async_rl.stabilizers._lag_controller import LagController as LagController
-from async_rl.stabilizers._lag_controller import LagControllerState as LagControllerState
-from async_rl.stabilizers._lag_controller import control_lag as control_lag
-from async_rl.stabilizers._statistics import ess_ratio as ess_ratio
-from async_rl.stabilizers._statistics import global_norm as global_norm
-from async_rl.stabilizers._telemetry import TrackCosineState as TrackCosineState
-from async_rl.stabilizers._telemetry import TrackNormState as TrackNormState
-from async_rl.stabilizers._telemetry import track_cosine as track_cosine
-from async_rl.stabilizers._telemetry import track_norm as track_norm
+from async_rl.stabilizers._alignment import KEPT
+from async_rl.stabilizers._alignment import PROJECTED
+from async_rl.stabilizers._alignment import SKIPPED
+from async_rl.stabilizers._alignment import ControlAlignmentState
+from async_rl.stabilizers._alignment import control_alignment
+from async_rl.stabilizers._ess import ScaleByEssState
+from async_rl.stabilizers._ess import scale_by_ess
+from async_rl.stabilizers._lag_controller import LagController
+from async_rl.stabilizers._lag_controller import LagControllerState
+from async_rl.stabilizers._lag_controller import control_lag
+from async_rl.stabilizers._statistics import ess_ratio
+from async_rl.stabilizers._telemetry import TrackCosineState
+from async_rl.stabilizers._telemetry import TrackNormState
+from async_rl.stabilizers._telemetry import track_cosine
+from async_rl.stabilizers._telemetry import track_norm

@@ -112,9 +112,14 @@ def control_alignment(
     return jax.tree.map(lambda g, h: g.astype(h.dtype), gradient, like)
 
   def init(params: optax.Params) -> ControlAlignmentState:
-    zero, none = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32)
-    buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=storage_dtype), params)
-    return ControlAlignmentState(zero, zero, none, none, buffer, inner.init(params))
+    return ControlAlignmentState(
+      alignment_cosine=jnp.zeros([], jnp.float32),
+      alignment_norm=jnp.zeros([], jnp.float32),
+      alignment_regime=jnp.full([], KEPT, jnp.int32),
+      skip_count=jnp.zeros([], jnp.int32),
+      reference_gradient=optax.tree.zeros_like(params, dtype=storage_dtype),
+      inner_state=inner.init(params),
+    )
 
   def update(
     updates: optax.Updates, state: ControlAlignmentState, params: optax.Params | None = None, **extra_args: Any

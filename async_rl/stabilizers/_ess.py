@@ -96,8 +96,12 @@ def scale_by_ess(
 
   def init(params: optax.Params) -> ScaleByEssState:
     del params
-    one = jnp.ones([], jnp.float32)
-    return ScaleByEssState(one, one, jnp.asarray(reference, jnp.float32), jnp.zeros([], jnp.int32))
+    return ScaleByEssState(
+      ess_ratio=jnp.ones([], jnp.float32),
+      ess_scale=jnp.ones([], jnp.float32),
+      ess_reference=jnp.array(reference, jnp.float32),
+      ess_reference_count=jnp.zeros([], jnp.int32),
+    )
 
   def update(
     updates: optax.Updates,

@@ -92,8 +92,15 @@ def control_lag(
   _validation.require(patience >= 1, "patience", "at least 1", patience)
 
   def init() -> LagControllerState:
-    zero, none = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32)
-    return LagControllerState(jnp.asarray(max_lag, jnp.int32), zero, zero, none, none, none, none)
+    return LagControllerState(
+      allowed_lag=jnp.array(max_lag, jnp.int32),
+      smoothed_ess=jnp.zeros([], jnp.float32),
+      smoothed_cosine=jnp.zeros([], jnp.float32),
+      ess_seen=jnp.zeros([], jnp.int32),
+      cosine_seen=jnp.zeros([], jnp.int32),
+      hold=jnp.zeros([], jnp.int32),
+      calm=jnp.zeros([], jnp.int32),
+    )
 
   def update(
     state: LagControllerState, *, ess_ratio: ArrayLike, cosine: ArrayLike

@@ -63,8 +63,14 @@ def track_norm(
 
   def init(params: optax.Params) -> TrackNormState:
     del params
-    zero, none = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32)
-    return TrackNormState(zero, zero, jnp.zeros([], bool), none, none, none)
+    return TrackNormState(
+      grad_norm=jnp.zeros([], jnp.float32),
+      grad_norm_usual=jnp.zeros([], jnp.float32),
+      grad_spike=jnp.zeros([], bool),
+      grad_spike_count=jnp.zeros([], jnp.int32),
+      grad_nonfinite_count=jnp.zeros([], jnp.int32),
+      grad_norm_count=jnp.zeros([], jnp.int32),
+    )
 
   def update(
     updates: optax.Updates, state: TrackNormState, params: optax.Params | None = None, **extra_args: Any
@@ -127,9 +133,7 @@ def track_cosine(storage_dtype: DTypeLike | None = None) -> optax.GradientTransf
   """
 
   def init(params: optax.Params) -> TrackCosineState:
-    return TrackCosineState(
-      jnp.zeros([], jnp.float32), jax.tree.map(lambda p: jnp.zeros_like(p, dtype=storage_dtype), params)
-    )
+    return TrackCosineState(jnp.zeros([], jnp.float32), optax.tree.zeros_like(params, dtype=storage_dtype))
 
   def update(
     updates: optax.Updates, state: TrackCosineState, params: optax.Params | None = None, **extra_args: Any

@@ -1,0 +1,272 @@
+"""`control_alignment` against float64 numpy, and what a skip means."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from async_rl import stabilizers
+
+LOW, HIGH = 0.2, 0.8
+CHOICES = [
+  {},
+  {"kappa": "remove"},
+  {"kappa": "match"},
+  {"reference": "projected"},
+  {"refresh_on_skip": False},
+  {"kappa": "remove", "reference": "projected", "refresh_on_skip": False},
+]
+
+
+def slow_alignment(gradients, kappa="cap", reference="raw", refresh_on_skip=True):
+  """What the inner optimizer gets (None on a skip) and the cosine, step by step."""
+  previous, passed, cosines = None, [], []
+  for gradient in gradients:
+    cosine = 0.0
+    if previous is not None:
+      cosine = gradient @ previous / np.linalg.norm(gradient) / np.linalg.norm(previous)
+    cosines.append(cosine)
+    if cosine >= HIGH:
+      passed.append(None)
+      previous = gradient if refresh_on_skip else previous
+      continue
+    projected = gradient
+    if cosine > LOW:
+      parallel = (gradient @ previous) / (previous @ previous) * previous
+      orthogonal = gradient - parallel
+      target = {  # length of the parallel part that remains
+        "remove": 0.0,
+        "cap": LOW * np.linalg.norm(gradient),
+        "match": LOW / math.sqrt(1 - LOW**2) * np.linalg.norm(orthogonal),
+      }[kappa]
+      projected = orthogonal + target * previous / np.linalg.norm(previous)
+    passed.append(projected)
+    previous = gradient if reference == "raw" else projected
+  return passed, cosines
+
+
+def gradient_sequence(size=12, seed=0):
+  """Gradients that go through all three regimes, several times."""
+  rng = np.random.default_rng(seed)
+  gradients = [rng.normal(size=size)]
+  for share in (0.0, 0.5, 0.6, 3.0, 3.0, 0.0, 0.5, -1.0, 0.7, 3.0, 0.5):
+    gradients.append(rng.normal(size=size) + share * gradients[-1] * math.sqrt(size) / np.linalg.norm(gradients[-1]))
+  return gradients
+
+
+def as_tree(vector):
+  return {"w": jnp.asarray(vector[:8].reshape(4, 2), jnp.float32), "b": jnp.asarray(vector[8:], jnp.float32)}
+
+
+def as_vector(tree):
+  return np.concatenate([np.ravel(tree["w"]), np.ravel(tree["b"])])
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_follows_the_formula_through_all_regimes(choice):
+  gradients = gradient_sequence()
+  passed, cosines = slow_alignment(gradients, **choice)
+  transformation = stabilizers.control_alignment(optax.identity(), LOW, HIGH, **choice)
+  update = jax.jit(transformation.update)
+  state = transformation.init(as_tree(gradients[0]))
+  skips = 0
+  regimes = set()
+  for gradient, expected, cosine in zip(gradients, passed, cosines, strict=True):
+    updates, state = update(as_tree(gradient), state)
+    skips += expected is None
+    regimes.add(int(state.alignment_regime))
+    np.testing.assert_allclose(as_vector(updates), 0 * gradient if expected is None else expected, atol=1e-5)
+    np.testing.assert_allclose(state.alignment_cosine, cosine, atol=1e-5)
+    np.testing.assert_allclose(state.alignment_norm, np.linalg.norm(gradient), rtol=1e-5)
+    assert int(state.skip_count) == skips
+  assert regimes == {stabilizers.KEPT, stabilizers.PROJECTED, stabilizers.SKIPPED}
+
+
+def test_every_choice_changes_the_result():
+  results = {str(choice): str(slow_alignment(gradient_sequence(), **choice)) for choice in CHOICES}
+  assert len(set(results.values())) == len(CHOICES)
+
+
+def two_steps(second, **choice):
+  """The update for a second gradient after (1, 0)."""
+  transformation = stabilizers.control_alignment(optax.identity(), LOW, HIGH, **choice)
+  _, state = transformation.update(jnp.array([1.0, 0.0]), transformation.init(jnp.zeros(2)))
+  return transformation.update(jnp.array(second), state)
+
+
+def test_worked_example():
+  # g = (3, 4), h = (1, 0): norm 5, cosine 0.6, parallel part (3, 0), orthogonal part (0, 4).
+  # The parallel part becomes, for cap, 0.2 * 5 = 1; for remove, 0; for match, x with x / sqrt(x^2 + 4^2) = 0.2.
+  np.testing.assert_allclose(two_steps([3.0, 4.0])[0], [1.0, 4.0], rtol=1e-6)
+  np.testing.assert_allclose(two_steps([3.0, 4.0], kappa="remove")[0], [0.0, 4.0], atol=1e-6)
+  matched = two_steps([3.0, 4.0], kappa="match")[0]
+  np.testing.assert_allclose(matched, [0.8 / math.sqrt(0.96), 4.0], rtol=1e-5)
+  np.testing.assert_allclose(matched[0] / np.linalg.norm(matched), LOW, rtol=1e-5)
+
+
+def test_only_positive_alignment_is_controlled():
+  updates, state = two_steps([-3.0, 0.1])
+  np.testing.assert_array_equal(updates, jnp.array([-3.0, 0.1]))
+  assert float(state.alignment_cosine) < -0.99
+  assert int(state.alignment_regime) == stabilizers.KEPT
+
+
+def test_infinite_high_never_skips():
+  transformation = stabilizers.control_alignment(optax.identity(), LOW, math.inf, kappa="match")
+  state = transformation.init(jnp.zeros(2))
+  for _ in range(3):  # cosine 1: nothing but a parallel part, so "match" leaves nothing
+    updates, state = transformation.update(jnp.ones(2), state)
+  np.testing.assert_allclose(updates, [0.0, 0.0], atol=1e-6)
+  assert int(state.skip_count) == 0
+
+
+def test_low_equal_to_high_only_skips():
+  transformation = stabilizers.control_alignment(optax.identity(), 0.9999, 0.9999, kappa="match")
+  _, state = transformation.update(jnp.array([1.0, 0.0]), transformation.init(jnp.zeros(2)))
+  updates, state = transformation.update(jnp.array([30.0, 1.0]), state)
+  np.testing.assert_array_equal(updates, jnp.array([30.0, 1.0]))
+  updates, state = transformation.update(jnp.array([60.0, 2.0]), state)
+  np.testing.assert_array_equal(updates, jnp.zeros(2))
+
+
+def assert_equal_trees(x, y):
+  jax.tree.map(np.testing.assert_array_equal, x, y)
+
+
+def test_a_skip_changes_neither_parameters_nor_moments_but_zero_updates_would():
+  params = {"w": jnp.array([1.0, -2.0, 3.0])}
+  gradient = {"w": jnp.array([0.5, 0.1, -0.3])}
+  adamw = optax.adamw(1e-2, weight_decay=0.1)
+  optimizer = stabilizers.control_alignment(adamw, LOW, HIGH)
+  updates, state = optimizer.update(gradient, optimizer.init(params), params)
+  params = optax.apply_updates(params, updates)
+
+  updates, skipped = optimizer.update(gradient, state, params)  # the same gradient again: cosine 1
+  assert int(skipped.alignment_regime) == stabilizers.SKIPPED
+  assert_equal_trees(optax.apply_updates(params, updates), params)
+  assert_equal_trees(skipped.inner_state, state.inner_state)  # moments and Adam's own counter
+
+  # Handing zeros to Adam instead: the moments decay, and momentum and weight decay still move the weights.
+  updates, zeroed = adamw.update(optax.tree.zeros_like(gradient), state.inner_state, params)
+  moved = np.abs(np.asarray(optax.apply_updates(params, updates)["w"] - params["w"]))
+  assert np.all(moved > 1e-3)
+  assert np.all(np.asarray(optax.tree.get(zeroed, "mu")["w"]) != np.asarray(optax.tree.get(state, "mu")["w"]))
+
+  # And so does zeroing the updates after Adam, as a transformation behind it could: the moments have moved on.
+  _, behind = adamw.update(gradient, state.inner_state, params)
+  assert np.all(np.asarray(optax.tree.get(behind, "mu")["w"]) != np.asarray(optax.tree.get(state, "mu")["w"]))
+
+
+def test_skip_freezes_what_a_skipped_step_would_have_seen_next():
+  """After a skip, training goes on as if the skipped gradient had never been."""
+  gradients = [np.array(v, np.float64) for v in ([1, 0, 0, 0], [2, 0.1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1])]
+  adam = optax.adam(0.1)
+
+  def train(optimizer, sequence):
+    params = jnp.zeros(4)
+    state = optimizer.init(params)
+    for gradient in sequence:
+      updates, state = optimizer.update(jnp.asarray(gradient, jnp.float32), state, params)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  with_skip = train(stabilizers.control_alignment(adam, LOW, HIGH), gradients)
+  assert_equal_trees(with_skip, train(adam, [gradients[0], *gradients[2:]]))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, 1e30])  # the last one's square is not a float32
+def test_gradient_without_a_finite_norm_is_skipped_and_forgotten(bad):
+  params = jnp.array([1.0, 2.0])
+  optimizer = stabilizers.control_alignment(optax.adam(0.1), LOW, HIGH)
+  _, state = optimizer.update(jnp.array([3.0, 4.0]), optimizer.init(params), params)
+  updates, after = optimizer.update(jnp.array([bad, 1.0]), state, params)
+  np.testing.assert_array_equal(updates, jnp.zeros(2))
+  assert int(after.alignment_regime) == stabilizers.SKIPPED
+  assert float(after.alignment_cosine) == 0.0
+  assert float(after.alignment_norm) == 5.0  # of the last finite one
+  assert_equal_trees(after.inner_state, state.inner_state)
+  assert_equal_trees(after.reference_gradient, state.reference_gradient)
+
+
+def test_zero_gradient_has_cosine_zero_and_is_kept():
+  optimizer = stabilizers.control_alignment(optax.identity(), 0.0, HIGH)
+  _, state = optimizer.update(jnp.array([3.0, 4.0]), optimizer.init(jnp.zeros(2)))
+  for gradient in (jnp.zeros(2), jnp.array([3.0, 4.0])):  # the second one meets a zero reference
+    updates, state = optimizer.update(gradient, state)
+    np.testing.assert_array_equal(updates, gradient)
+    assert float(state.alignment_cosine) == 0.0
+    assert int(state.alignment_regime) == stabilizers.KEPT
+
+
+@pytest.mark.parametrize("factor", [1e-15, 1e15])
+def test_cosine_does_not_depend_on_the_size_of_gradients(factor):
+  optimizer = stabilizers.control_alignment(optax.identity(), LOW, HIGH)
+  _, state = optimizer.update(factor * jnp.array([1.0, 0.0]), optimizer.init(jnp.zeros(2)))
+  updates, state = optimizer.update(jnp.array([3.0, 4.0]) / factor, state)
+  np.testing.assert_allclose(state.alignment_cosine, 0.6, rtol=1e-5)
+  np.testing.assert_allclose(updates * factor, [1.0, 4.0], rtol=1e-5)
+
+
+def test_bfloat16_reference_halves_the_buffer_and_keeps_the_cosine():
+  params = {"w": jnp.zeros((64, 64))}
+  gradients = [{"w": jnp.asarray(np.random.default_rng(seed).normal(size=(64, 64)), jnp.float32)} for seed in range(2)]
+  gradients[1] = jax.tree.map(lambda g, h: g + 0.5 * h, gradients[1], gradients[0])
+  states = []
+  for dtype in (None, "bfloat16"):
+    optimizer = stabilizers.control_alignment(optax.identity(), LOW, HIGH, storage_dtype=dtype)
+    state = optimizer.init(params)
+    for gradient in gradients:
+      updates, state = optimizer.update(gradient, state)
+    assert updates["w"].dtype == jnp.float32
+    states.append(state)
+  exact, rounded = states
+  assert rounded.reference_gradient["w"].nbytes * 2 == exact.reference_gradient["w"].nbytes
+  np.testing.assert_allclose(rounded.alignment_cosine, exact.alignment_cosine, atol=1e-3)
+
+
+def test_cosine_is_the_same_before_and_after_global_clipping():
+  gradients = [as_tree(g) for g in gradient_sequence()]
+  clip = optax.clip_by_global_norm(0.1)
+  outside = stabilizers.control_alignment(optax.identity(), LOW, HIGH)
+  inside = optax.chain(clip, stabilizers.control_alignment(optax.identity(), LOW, HIGH))
+  state, clipped_state = outside.init(gradients[0]), inside.init(gradients[0])
+  update, clipped_update = jax.jit(outside.update), jax.jit(inside.update)
+  for gradient in gradients:
+    _, state = update(gradient, state)
+    _, clipped_state = clipped_update(gradient, clipped_state)
+    np.testing.assert_allclose(clipped_state[1].alignment_cosine, state.alignment_cosine, atol=1e-5)
+
+
+def test_ess_scale_inside_and_outside_are_the_same():
+  adamw = optax.adamw(1e-2)
+  inside = stabilizers.control_alignment(optax.chain(adamw, stabilizers.scale_by_ess()), LOW, HIGH)
+  outside = optax.chain(stabilizers.control_alignment(adamw, LOW, HIGH), stabilizers.scale_by_ess())
+  params = as_tree(np.ones(12))
+  states = [inside.init(params), outside.init(params)]
+  updates = [jax.jit(inside.update), jax.jit(outside.update)]
+  log_weights = jnp.array([0.0, 0.0, -1.0, -2.0])
+  for gradient in gradient_sequence()[:6]:
+    results = [
+      update(as_tree(gradient), state, params, log_weights=log_weights)
+      for update, state in zip(updates, states, strict=True)
+    ]
+    states = [state for _, state in results]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ({"low": -0.1}, "low must be at least 0, got low=-0.1"),
+    ({"low": 0.5, "high": 0.4}, "high must be at least low=0.5, got high=0.4"),
+    ({"kappa": "half"}, "kappa must be one of 'cap', 'remove', 'match', got kappa='half'"),
+    ({"reference": "mean"}, "reference must be one of 'raw', 'projected', got reference='mean'"),
+    ({"high": float("nan")}, "got high=nan"),
+  ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    stabilizers.control_alignment(optax.identity(), **arguments)

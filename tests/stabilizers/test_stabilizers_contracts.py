@@ -1,0 +1,377 @@
+"""What every stabilizer promises, whatever it computes: one table, one test per promise.
+
+A new stabilizer is one more row of `ROWS`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from async_rl import stabilizers
+
+
+class Row(NamedTuple):
+  """A stabilizer with settings.
+
+  Attributes:
+    factory: makes the transformation.
+    arguments: what it is called with; the numbers among them must be injectable.
+    required: extra arguments without which its update must fail.
+  """
+
+  factory: Callable[..., optax.GradientTransformationExtraArgs]
+  arguments: dict[str, Any] = {}  # noqa: RUF012
+  required: tuple[str, ...] = ()
+
+  def make(self):
+    return self.factory(**self.arguments)
+
+
+ROWS = {
+  "scale_by_ess": Row(stabilizers.scale_by_ess, {"power": 0.5, "reference": 1.0}, ("log_weights",)),
+  "scale_by_ess-running": Row(stabilizers.scale_by_ess, {"reference_decay": 0.9}, ("log_weights", "on_policy")),
+  "control_alignment": Row(stabilizers.control_alignment, {"inner": optax.adam(1e-2), "low": 0.2, "high": 0.8}),
+  "control_alignment-variant": Row(
+    stabilizers.control_alignment,
+    {
+      "inner": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+      "low": 0.2,
+      "high": 0.8,
+      "kappa": "match",
+      "reference": "projected",
+      "refresh_on_skip": False,
+      "storage_dtype": "bfloat16",
+    },
+  ),
+  "track_norm": Row(stabilizers.track_norm, {"decay": 0.9, "threshold": 2.0}),
+  "track_cosine": Row(stabilizers.track_cosine),
+  "track_cosine-bfloat16": Row(stabilizers.track_cosine, {"storage_dtype": "bfloat16"}),
+}
+STEPS = 6
+
+
+@pytest.fixture(params=ROWS)
+def row(request):
+  return ROWS[request.param]
+
+
+def make_params(dtype=jnp.float32):
+  return {"w": jnp.linspace(-1.0, 1.0, 64, dtype=dtype).reshape(16, 4), "b": jnp.ones(8, dtype)}
+
+
+def make_gradients(dtype=jnp.float32):
+  """Gradients stacked over steps; their alignment visits every regime of `control_alignment`."""
+  rng = np.random.default_rng(0)
+  draw = lambda: {"w": rng.normal(size=(16, 4)), "b": rng.normal(size=8)}
+  steps = [draw()]
+  for share in (0.0, 0.5, 5.0, 0.0, 0.7):
+    steps.append(jax.tree.map(lambda new, old, share=share: new + share * old, draw(), steps[-1]))
+  return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves), dtype), *steps)
+
+
+def make_extra():
+  """Extra arguments stacked over steps, one of them unknown to every stabilizer."""
+  log_weights = jnp.asarray(np.random.default_rng(1).normal(size=(STEPS, 8)), jnp.float32)
+  return {"log_weights": log_weights, "on_policy": jnp.arange(STEPS) % 2 == 0, "unknown": jnp.zeros(STEPS)}
+
+
+def at(tree, step):
+  return jax.tree.map(lambda x: x[step], tree)
+
+
+def run(transformation, params, gradients, extra, update=None):
+  """The updates of every step and the last state."""
+  update = update or jax.jit(transformation.update)
+  state, all_updates = transformation.init(params), []
+  for step in range(STEPS):
+    updates, state = update(at(gradients, step), state, params, **at(extra, step))
+    all_updates.append(updates)
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_updates), state
+
+
+def signature(tree):
+  """Structure, shapes, dtypes and weak types."""
+  return jax.tree.structure(tree), [(x.shape, x.dtype, x.aval.weak_type) for x in jax.tree.leaves(tree)]
+
+
+def assert_close(x, y, rtol=1e-5, atol=1e-6):
+  assert jax.tree.structure(x) == jax.tree.structure(y)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=rtol, atol=atol), x, y
+  )
+
+
+def assert_finite(tree):
+  assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
+
+
+def test_the_gradients_of_this_file_visit_every_regime():
+  optimizer = ROWS["control_alignment"].make()
+  state, regimes, update = optimizer.init(make_params()), set(), jax.jit(optimizer.update)
+  for step in range(STEPS):
+    _, state = update(at(make_gradients(), step), state)
+    regimes.add(int(state.alignment_regime))
+  assert regimes == {stabilizers.KEPT, stabilizers.PROJECTED, stabilizers.SKIPPED}
+
+
+def test_is_optax_s_own_form(row):
+  transformation = row.make()
+  assert isinstance(transformation, optax.GradientTransformationExtraArgs)
+  state = transformation.init(make_params())
+  assert isinstance(state, tuple)
+  assert hasattr(state, "_fields")
+  assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+
+
+def test_required_extra_arguments_have_no_default(row):
+  transformation, extra = row.make(), at(make_extra(), 0)
+  state = transformation.init(make_params())
+  for missing in row.required:
+    given = {name: value for name, value in extra.items() if name != missing}
+    with pytest.raises(TypeError, match=missing):
+      transformation.update(at(make_gradients(), 0), state, make_params(), **given)
+  given = {name: value for name, value in extra.items() if name in row.required}
+  transformation.update(at(make_gradients(), 0), state, make_params(), **given)  # and needs no other, nor params
+
+
+def test_state_keeps_its_signature_and_nothing_recompiles(row):
+  transformation = row.make()
+  update = jax.jit(transformation.update)
+  params, extra = make_params(), make_extra()
+  _, state = run(transformation, params, make_gradients(), extra, update)
+  assert signature(state) == signature(transformation.init(params))
+  assert update._cache_size() == 1
+
+
+def test_scan_equals_loop(row):
+  transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
+
+  def step(state, inputs):
+    gradient, extra = inputs
+    updates, state = transformation.update(gradient, state, params, **extra)
+    return state, updates
+
+  state, updates = jax.jit(lambda: jax.lax.scan(step, transformation.init(params), (gradients, extra)))()
+  expected_updates, expected_state = run(transformation, params, gradients, extra)
+  assert_close(updates, expected_updates)
+  assert_close(state, expected_state)
+
+
+def test_can_be_one_branch_of_cond(row):
+  transformation, params, gradient, extra = row.make(), make_params(), at(make_gradients(), 0), at(make_extra(), 0)
+  state = transformation.init(params)
+
+  @jax.jit
+  def maybe(use):
+    update = lambda: transformation.update(gradient, state, params, **extra)
+    return jax.lax.cond(use, update, lambda: (gradient, state))
+
+  assert_close(maybe(True), transformation.update(gradient, state, params, **extra))
+  assert_close(maybe(False), (gradient, state))
+
+
+def test_vmap_equals_one_by_one(row):
+  transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
+  factors = jnp.array([1.0, -0.5, 3.0])
+
+  @jax.jit
+  def all_updates(factor):
+    scaled = jax.tree.map(lambda g: g * factor, gradients)
+    return run(transformation, params, scaled, extra, transformation.update)
+
+  expected = [all_updates(factor) for factor in factors]
+  assert_close(jax.vmap(all_updates)(factors), jax.tree.map(lambda *x: jnp.stack(x), *expected), atol=1e-5)
+
+
+def test_state_can_be_donated(row):
+  transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
+  expected = run(transformation, params, gradients, extra)
+  donating = jax.jit(transformation.update, donate_argnums=1)
+  assert_close(run(transformation, params, gradients, extra, donating), expected)
+
+
+def test_bfloat16_parameters(row):
+  transformation, params = row.make(), make_params(jnp.bfloat16)
+  updates, state = run(transformation, params, make_gradients(jnp.bfloat16), make_extra())
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+  assert signature(state) == signature(transformation.init(params))
+  own_scalars = [x for x in state if isinstance(x, jax.Array)]
+  assert {x.dtype for x in own_scalars} <= {jnp.dtype(t) for t in (jnp.float32, jnp.int32, bool)}
+  # The statistics are those of the rounded gradients, not rounded themselves.
+  exact_gradients = jax.tree.map(lambda g: g.astype(jnp.float32), make_gradients(jnp.bfloat16))
+  _, exact = run(transformation, make_params(), exact_gradients, make_extra())
+  if row.arguments.get("reference") != "projected":  # the projected gradient itself is rounded to bfloat16
+    assert_close(own_scalars, [x for x in exact if isinstance(x, jax.Array)])
+
+
+def test_masked_leaves_the_rest_alone(row):
+  mask = {"w": True, "b": False}
+  params, gradients, extra = make_params(), make_gradients(), make_extra()
+  updates, _ = run(optax.masked(row.make(), mask), params, gradients, extra)
+  alone, _ = run(row.make(), {"w": params["w"]}, {"w": gradients["w"]}, extra)
+  assert_close(updates["w"], alone["w"])
+  assert_close(updates["b"], gradients["b"])
+
+
+def test_partition_with_an_empty_group(row):
+  params, gradients, extra = make_params(), make_gradients(), make_extra()
+  groups = {"matrix": row.make(), "vector": optax.sgd(1.0), "nothing": row.make()}
+  updates, state = run(optax.partition(groups, {"w": "matrix", "b": "vector"}), params, gradients, extra)
+  alone, _ = run(row.make(), {"w": params["w"]}, {"w": gradients["w"]}, extra)
+  assert_close(updates["w"], alone["w"])
+  assert_close(updates["b"], -gradients["b"])
+  assert_finite(state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_numbers_can_be_injected(row, dtype):
+  params, gradients, extra = make_params(dtype), make_gradients(dtype), make_extra()
+  injected = optax.inject_hyperparams(row.factory, hyperparam_dtype=jnp.float32)(**row.arguments)
+  updates, state = run(injected, params, gradients, extra)
+  numbers = {name for name, value in row.arguments.items() if isinstance(value, float)}
+  assert numbers <= set(state.hyperparams)
+  assert_close(updates, run(row.make(), params, gradients, extra)[0], rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+
+def test_injected_numbers_are_used(row):
+  for name, value in row.arguments.items():
+    if isinstance(value, float):
+      injected = optax.inject_hyperparams(row.factory)(**row.arguments)
+      state = injected.init(make_params())
+      changed = state._replace(hyperparams=state.hyperparams | {name: jnp.float32(value * 0.9)})
+      expected = row.factory(**row.arguments | {name: value * 0.9})
+      extra = make_extra()
+      results = []
+      for transformation, initial in ((injected, changed), (expected, expected.init(make_params()))):
+        pinned = transformation._replace(init=lambda params, initial=initial: initial)
+        results.append(run(pinned, make_params(), make_gradients(), extra))
+      assert_close(results[0][0], results[1][0])
+      assert_close(results[0][1].inner_state, results[1][1])
+
+
+def test_abstract_parameters(row):
+  transformation, params = row.make(), make_params()
+  abstract = jax.eval_shape(transformation.init, params)
+  concrete = transformation.init(params)
+  assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+  assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == [
+    (x.shape, x.dtype) for x in jax.tree.leaves(concrete)
+  ]
+  # Parameter-like parts of the state can be found, which is how shardings are assigned to it.
+  marked = optax.tree.map_params(transformation, lambda _: "param", concrete, transform_non_params=lambda _: "other")
+  expected = jax.tree.map(lambda x: "param" if x.ndim else "other", concrete)
+  assert marked == expected
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_sharded_parameters(row, axis_type):
+  mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
+  place = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
+  params, gradients, extra = make_params(), make_gradients(), make_extra()
+  sharded = {"w": place(params["w"], "fsdp", "tensor"), "b": place(params["b"], ("fsdp", "tensor"))}
+  transformation = row.make()
+  expected_updates, expected_state = run(transformation, params, gradients, extra)
+  update = jax.jit(transformation.update)
+  state = transformation.init(sharded)
+  for step in range(STEPS):
+    gradient = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), at(gradients, step), sharded)
+    extra_args = at(extra, step) | {"log_weights": place(extra["log_weights"][step], "fsdp")}
+    updates, state = update(gradient, state, sharded, **extra_args)
+    assert_close(updates, at(expected_updates, step))
+    # Whatever has the shape of a parameter lies where that parameter lies.
+    for path, leaf in jax.tree.leaves_with_path((updates, state)):
+      wanted = sharded[path[-1].key].sharding if leaf.ndim else jax.NamedSharding(mesh, jax.P())
+      assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), jax.tree_util.keystr(path)
+  assert_close(state, expected_state)
+
+
+def test_finite_after_a_nan_gradient(row):
+  transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
+  gradients["w"] = gradients["w"].at[2, 0, 0].set(jnp.nan)
+  extra["log_weights"] = extra["log_weights"].at[2, 0].set(jnp.nan)
+  update = jax.jit(transformation.update)
+  state = transformation.init(params)
+  for step in range(STEPS):
+    updates, state = update(at(gradients, step), state, params, **at(extra, step))
+    assert_finite(state)
+    if step != 2:
+      assert_finite(updates)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before-adam", "after-adam"])
+def test_chains_and_is_read_by_name(row, first):
+  adam = optax.adam(1e-2)
+  optimizer = optax.chain(row.make(), adam) if first else optax.chain(adam, row.make())
+  _, state = run(optimizer, make_params(), make_gradients(), make_extra())
+  own = state[0 if first else 1]
+  for name in own._fields:
+    if isinstance(getattr(own, name), jax.Array):
+      assert optax.tree.get(state, name) is getattr(own, name)
+
+
+def test_field_names_of_all_stabilizers_are_distinct():
+  """So that each can be read from a chain of all of them, also with injected numbers."""
+  optimizer = optax.chain(
+    optax.inject_hyperparams(stabilizers.track_norm)(),
+    stabilizers.track_cosine(),
+    stabilizers.control_alignment(optax.adam(1e-2)),
+    optax.inject_hyperparams(stabilizers.scale_by_ess)(),
+  )
+  state = optimizer.init(make_params())
+  states = (
+    stabilizers.TrackNormState,
+    stabilizers.TrackCosineState,
+    stabilizers.ControlAlignmentState,
+    stabilizers.ScaleByEssState,
+  )
+  for fields in states:
+    for name in fields._fields:
+      if name != "inner_state":  # optax's own name for what a wrapper wraps
+        assert optax.tree.get(state, name) is not None
+
+
+def test_none_leaves_pass_through(row):
+  """Equinox marks what is not trained by None."""
+  params, gradients = make_params() | {"static": None}, make_gradients() | {"static": None}
+  updates, _ = run(row.make(), params, gradients, make_extra())
+  assert updates["static"] is None
+  assert_close(updates, run(row.make(), make_params(), make_gradients(), make_extra())[0] | {"static": None})
+
+
+def test_multi_steps_hands_over_the_last_micro_batch_s_log_weights_only():
+  """Documented, and the reason to accumulate outside: the ratio is of the last micro-batch, not of the whole."""
+  optimizer = optax.MultiSteps(stabilizers.scale_by_ess(power=1.0), 2)
+  params = jnp.zeros(1)
+  state = optimizer.init(params)
+  micro_batches = jnp.array([0.0, 0.0]), jnp.array([0.0, -100.0])
+  for log_weights in micro_batches:
+    updates, state = optimizer.update(jnp.ones(1), state, params, log_weights=log_weights)
+  assert float(updates[0]) == pytest.approx(0.5)
+  assert float(stabilizers.ess_ratio(jnp.concatenate(micro_batches))) == pytest.approx(0.75)
+
+
+def test_multi_steps_in_a_chain_drops_extra_arguments_and_that_fails_loudly():
+  optimizer = optax.chain(optax.identity(), optax.MultiSteps(stabilizers.scale_by_ess(), 2))
+  params = jnp.zeros(1)
+  with pytest.raises(TypeError, match="log_weights"):
+    optimizer.update(jnp.ones(1), optimizer.init(params), params, log_weights=jnp.zeros(4))
+
+
+def test_multi_steps_around_alignment_compares_accumulated_gradients():
+  gradients = jnp.array([[1.0, 0.0], [1.0, 2.0], [0.0, 3.0], [0.0, -1.0]])
+  accumulating = optax.MultiSteps(stabilizers.control_alignment(optax.sgd(0.1)), 2)
+  state, update = accumulating.init(jnp.zeros(2)), jax.jit(accumulating.update)
+  for gradient in gradients:
+    updates, state = update(gradient, state, jnp.zeros(2))
+  plain = stabilizers.control_alignment(optax.sgd(0.1))
+  plain_state = plain.init(jnp.zeros(2))
+  for gradient in gradients.reshape(2, 2, 2).mean(1):
+    expected, plain_state = plain.update(gradient, plain_state, jnp.zeros(2))
+  assert_close(updates, expected)
+  assert_close(state.inner_opt_state, plain_state)
