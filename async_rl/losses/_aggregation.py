@@ -42,8 +42,8 @@ def aggregate(
     mask: bool [B, T], the tokens that count.
     method: `token_mean` (DAPO), `sequence_mean` (GRPO) or `constant` (Dr.GRPO).
     max_length: tokens, the constant L_max; for `constant` only.
-    count_empty: whether a sequence without a token in *mask* counts as a sequence (with loss 0). False leaves padding
-      rows out; True keeps a wholly rejected sequence in.
+    count_empty: whether a row without a token in *mask* counts as a sequence (with loss 0). False leaves padding rows
+      out, and the rows that a mask hands to another micro-batch; True keeps a wholly rejected sequence in.
 
   Returns:
     float32 scalars (numerator, denominator); no gradient flows through the denominator.
