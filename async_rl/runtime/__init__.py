@@ -1,6 +1,6 @@
 """What a run is made of: meshes, weight store, rollout buffer, actors, the loop, checkpoints, metrics, ledger."""
 
-from async_rl.runtime._buffer import BufferClosed as BufferClosed
+from async_rl.runtime._buffer import Closed as Closed
 from async_rl.runtime._buffer import EndOfData as EndOfData
 from async_rl.runtime._buffer import RolloutBuffer as RolloutBuffer
 from async_rl.runtime._mesh import Meshes as Meshes
@@ -12,3 +12,4 @@ from async_rl.runtime._mesh import row_sharding as row_sharding
 from async_rl.runtime._records import completions_from_arrays as completions_from_arrays
 from async_rl.runtime._records import completions_to_arrays as completions_to_arrays
 from async_rl.runtime._records import drawn_tokens as drawn_tokens
+from async_rl.runtime._weights import WeightStore as WeightStore

@@ -38,7 +38,7 @@ class EndOfData(Exception):
   """No further batch can be formed: the steps are done or the prompts are used up."""
 
 
-class BufferClosed(RuntimeError):
+class Closed(RuntimeError):
   """The run is ending; its cause, if there was one, is the `__cause__`."""
 
 
@@ -88,7 +88,7 @@ class RolloutBuffer:
       sampler_version: version of the weights that the caller's sampler holds.
 
     Raises:
-      BufferClosed: if the buffer was closed.
+      Closed: if the buffer was closed.
     """
     with self._changed:
       self._check_open()
@@ -102,7 +102,7 @@ class RolloutBuffer:
       `timeout` seconds.
 
     Raises:
-      BufferClosed: if the buffer was closed.
+      Closed: if the buffer was closed.
     """
 
     def ready() -> tuple[int | None] | None:
@@ -118,7 +118,7 @@ class RolloutBuffer:
 
     Raises:
       ValueError: if its ticket is not out, or a token is older than the weights it was submitted with.
-      BufferClosed: if the buffer was closed.
+      Closed: if the buffer was closed.
     """
     ticket = group.request.ticket
     oldest = min((int(c.versions[c.mask].min()) for c in group.completions if c.mask.any()), default=None)
@@ -153,7 +153,7 @@ class RolloutBuffer:
     Raises:
       EndOfData: if no further batch can be formed.
       TimeoutError: after `timeout` seconds.
-      BufferClosed: if the buffer was closed; the error it was closed with, if there was one, is raised itself.
+      Closed: if the buffer was closed; the error it was closed with, if there was one, is raised itself.
       ValueError: if it is not this version's turn, or training `tickets` now would break the lag bound.
     """
 
@@ -317,7 +317,7 @@ class RolloutBuffer:
 
   def _check_open(self) -> None:
     if self._closed:
-      raise BufferClosed("the rollout buffer was closed") from self._error
+      raise Closed("the rollout buffer was closed") from self._error
 
   def _check_out(self, ticket: int) -> None:
     if ticket not in self._stamps or ticket in self._complete or ticket in self._resubmit:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from async_rl.runtime._buffer import BufferClosed
+from async_rl.runtime._buffer import Closed
 from async_rl.runtime._buffer import EndOfData
 from async_rl.runtime._buffer import RolloutBuffer
 from async_rl.runtime._records import drawn_tokens
@@ -228,7 +228,7 @@ def test_threads_with_random_delays(max_lag, samplers):
             buffer.fail(ticket, "reward")
           else:
             buffer.put(make_group(ticket, (*versions, published)))
-    except BufferClosed:
+    except Closed:
       pass
 
   threads = [threading.Thread(target=sample, args=(seed,), daemon=True) for seed in range(samplers)]
@@ -326,11 +326,11 @@ def test_close_wakes_everybody_with_the_cause():
   for thread in threads:
     thread.join(timeout=10)
   assert caught["learner"] is cause
-  assert isinstance(caught["sampler"], BufferClosed)
+  assert isinstance(caught["sampler"], Closed)
   assert caught["sampler"].__cause__ is cause
-  with pytest.raises(BufferClosed):
+  with pytest.raises(Closed):
     buffer.put(make_group(0))
-  with pytest.raises(BufferClosed):
+  with pytest.raises(Closed):
     buffer.try_submit(0)
   assert buffer.state()["pending"]["ticket"].tolist() == [0]  # still there to be saved
 
