@@ -1,0 +1,90 @@
+"""The ledger: what became of every token that was generated."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+
+class Ledger:
+  """Counts generated tokens and how they ended; thread-safe.
+
+  Every generated token ends in one account: `trained`; `masked/<reason>` (in a trained batch, but out of its loss);
+  `stale` (beyond the lag bound: always 0 unless the bound is broken on purpose); `failed/<reason>` (its group was
+  given up). Until then it is saved: with the sampler, in the buffer or in a checkpoint. `balance` compares this
+  remainder with what those places really hold.
+  """
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._generated = 0
+    self._ended: collections.Counter[str] = collections.Counter(trained=0, stale=0)
+
+  def generated(self, tokens: int) -> None:
+    """Enters newly drawn tokens."""
+    with self._lock:
+      self._generated += _checked(tokens)
+
+  def trained(self, tokens: int, masked: dict[str, int] | None = None) -> None:
+    """Closes the tokens of a batch: those that counted in its loss, and those `masked`, by reason."""
+    with self._lock:
+      self._ended["trained"] += _checked(tokens)
+      for reason, count in (masked or {}).items():
+        self._ended[f"masked/{reason}"] += _checked(count)
+
+  def stale(self, tokens: int) -> None:
+    """Closes tokens that were dropped for their lag."""
+    with self._lock:
+      self._ended["stale"] += _checked(tokens)
+
+  def failed(self, tokens: int, reason: str) -> None:
+    """Closes tokens of groups that were given up."""
+    with self._lock:
+      self._ended[f"failed/{reason}"] += _checked(tokens)
+
+  def counts(self) -> dict[str, int]:
+    """Tokens by account, with `generated` and `saved` (generated and not yet ended)."""
+    with self._lock:
+      return {"generated": self._generated, **self._ended, "saved": self._generated - self._ended.total()}
+
+  def balance(self, saved: int) -> None:
+    """Checks that no token is lost or counted twice.
+
+    Args:
+      saved: tokens that the sampler, the buffer and whatever lies between them hold, counted there.
+
+    Raises:
+      AssertionError: if the accounts do not add up; the message lists them.
+    """
+    counts = self.counts()
+    if counts["saved"] != saved:
+      raise AssertionError(
+        f"the ledger does not balance: {counts['saved']} tokens should be saved, {saved} are: {counts}"
+      )
+
+  def state(self) -> dict[str, Any]:
+    """The accounts as numbers, for a checkpoint."""
+    with self._lock:
+      return {"generated": self._generated, "ended": dict(self._ended)}
+
+  def restore(self, state: dict[str, Any], saved: int) -> None:
+    """Continues from a checkpoint.
+
+    Args:
+      state: what `state` returned.
+      saved: tokens that came back with the checkpoint. The others that were saved then, of unfinished sequences, are
+        entered as failed by the restart.
+    """
+    with self._lock:
+      self._generated = state["generated"]
+      self._ended = collections.Counter(state["ended"])
+      lost = self._generated - self._ended.total() - saved
+    if lost:
+      self.failed(lost, "restart")
+
+
+def _checked(tokens: int) -> int:
+  if tokens < 0:
+    raise ValueError(f"a number of tokens must be >= 0, got {tokens}")
+  return int(tokens)

@@ -1,0 +1,139 @@
+"""When things happened in an asynchronous run, and which lags a simulated run has.
+
+A schedule is a list of events, recorded where they take effect::
+
+    ("weights", v)             the sampler took weights of version v
+    ("submit", ticket)         the sampler was given a group
+    ("chunk",)                 the sampler decoded a chunk of tokens
+    ("train", v, [tickets])    the learner trained these groups at version v
+
+Replaying them one by one gives the same tokens and the same updates, on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+Event = tuple[Any, ...]
+
+#: Events that wait in memory before they are written.
+_BUFFERED = 256
+
+
+class ScheduleRecorder:
+  """Appends events to a file of JSON lines; thread-safe.
+
+  Args:
+    path: the file; created if missing.
+    position: number of events to keep of an earlier run, as `position` was at the checkpoint that is resumed. Later
+      ones, whose effects the checkpoint does not have, are cut off.
+
+  Raises:
+    ValueError: if the file has fewer events than `position`.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], position: int = 0):
+    self._lock = threading.Lock()
+    self._pending: list[str] = []
+    self._position = position
+    kept = 0
+    if position:
+      with open(path, "rb") as earlier:
+        lines = list(itertools.islice(earlier, position))
+      if len(lines) < position:
+        raise ValueError(f"{path} has {len(lines)} events, but the checkpoint was made after {position}")
+      kept = sum(map(len, lines))
+    self._file = open(path, "ab")  # noqa: SIM115, closed by `close`
+    self._file.truncate(kept)
+
+  def record(self, kind: str, *details: Any) -> None:
+    """Adds an event."""
+    with self._lock:
+      self._pending.append(json.dumps([kind, *details]))
+      self._position += 1
+      if len(self._pending) >= _BUFFERED:
+        self._write()
+
+  def flush(self) -> int:
+    """Writes out all events and returns their number: the `position` to resume from."""
+    with self._lock:
+      self._write()
+      self._file.flush()
+      return self._position
+
+  def close(self) -> None:
+    """Writes out all events and closes the file."""
+    self.flush()
+    self._file.close()
+
+  def _write(self) -> None:
+    self._file.write("".join(f"{line}\n" for line in self._pending).encode())
+    self._pending.clear()
+
+
+def read_schedule(path: str | os.PathLike[str]) -> Iterator[Event]:
+  """Yields the events of a recorded schedule.
+
+  Raises:
+    ValueError: at a line that is no event; the message has its number.
+  """
+  with pathlib.Path(path).open() as lines:
+    for number, line in enumerate(lines, start=1):
+      try:
+        kind, *details = json.loads(line)
+      except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {line[:80]!r} is no event of a schedule") from error
+      yield (kind, *details)
+
+
+@dataclasses.dataclass(frozen=True)
+class LagDistribution:
+  """Lag of each step of a simulated run. A pure function of seed and step, so it needs no state to resume.
+
+  Attributes:
+    max_lag: the largest lag, >= 0.
+    kind: "fixed": always max_lag. "uniform": 0 to max_lag, equally likely. "heavy": P(lag >= n) = (1 + n)^-tail,
+      cut off at max_lag: mostly fresh, now and then very old.
+    seed: of the random kinds.
+    tail: exponent of "heavy"; smaller is heavier.
+  """
+
+  max_lag: int
+  kind: str = "fixed"
+  seed: int = 0
+  tail: float = 1.0
+
+  def __post_init__(self):
+    if self.max_lag < 0:
+      raise ValueError(f"max_lag must be >= 0, got max_lag={self.max_lag}")
+    if self.kind not in ("fixed", "uniform", "heavy"):
+      raise ValueError(f'kind of lag must be "fixed", "uniform" or "heavy", got kind={self.kind!r}')
+    if not self.tail > 0:
+      raise ValueError(f"tail must be > 0, got tail={self.tail}")
+
+  def lag(self, step: int) -> int:
+    """Lag that step `step` should have (it is less at the very start, where nothing so old exists)."""
+    if self.kind == "fixed":
+      return self.max_lag
+    uniform = np.random.Generator(np.random.Philox(key=self.seed, counter=step)).random()
+    if self.kind == "uniform":
+      return int(uniform * (self.max_lag + 1))
+    return int(min(self.max_lag, math.floor((1 - uniform) ** (-1 / self.tail) - 1)))
+
+  def source_version(self, step: int) -> int:
+    """Version of the weights that sample the batch of `step`."""
+    return max(0, step - self.lag(step))
+
+  def steps_fed_by(self, version: int) -> list[int]:
+    """The steps whose batches are sampled by the weights of `version`, in order: the inverse of `source_version`."""
+    return [s for s in range(version, version + self.max_lag + 1) if self.source_version(s) == version]
