@@ -21,9 +21,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
 from async_rl.models import _attention
 from async_rl.models._config import ModelConfig
+from async_rl.models._sharding import ROWS
+from async_rl.models._sharding import constrain
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -58,14 +61,14 @@ class Ends(nnx.Module):
     if not config.tie_embeddings:
       self.head = nnx.Param(init(rngs.params(), (config.d_model, config.vocab_size), jnp.float32))
 
-  def encode(self, tokens: Array) -> Array:
-    x = jnp.take(self.embed[...], tokens, axis=0).astype(self.dtype)
+  def encode(self, tokens: Array, mesh: Mesh | None) -> Array:
+    # Look up in the table as it is split, columns over "fsdp"; then exchange columns for rows.
+    x = constrain(jnp.take(self.embed[...], tokens, axis=0), mesh, ROWS[0], *[None] * (tokens.ndim - 1), ROWS[1])
+    x = constrain(x, mesh, ROWS).astype(self.dtype)
     return x * jnp.asarray(self.config.d_model**0.5, self.dtype) if self.config.embed_scale else x
 
   def unembedding(self) -> Array:
-    """[D, V] in the compute dtype."""
-    kernel = self.embed[...].T if self.config.tie_embeddings else self.head[...]
-    return kernel.astype(self.dtype)
+    return self.embed[...].T if self.config.tie_embeddings else self.head[...]
 
 
 class Layer(nnx.Module):
@@ -127,12 +130,15 @@ class Policy:
     attention: backend of whole-row attention, see `async_rl.models.self_attention`.
     remat: what the backward pass recomputes: "none", "full" (each layer), or "attention" (each layer but the
       attention output, which is kept).
+    mesh: if given, activations are laid out on it: rows over ("data", "fsdp"), heads, features and vocabulary over
+      "tensor". Without, the compiler may gather activations where gathering weights is cheaper.
   """
 
   config: ModelConfig
   dtype: str = "bfloat16"
   attention: str = "auto"
   remat: str = "none"
+  mesh: Mesh | None = None
 
   def __post_init__(self):
     if self.remat not in REMAT:
@@ -169,7 +175,9 @@ class Policy:
     """As `hidden`, and also the keys and values of every layer, each [B, N, T, d]."""
     return self._run(params, tokens, positions, lambda window: self._attend_rows(segments, window, keep=True))
 
-  def decode(self, params: Params, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+  def decode(
+    self, params: Params, tokens: Array, positions: Array, cache: Cache, *, length: int | None = None
+  ) -> tuple[Array, Cache]:
     """One step of every row: puts token b at `positions[b]` and attends to all up to it.
 
     Args:
@@ -177,6 +185,7 @@ class Policy:
       tokens: int32 [B].
       positions: int32 [B], < S.
       cache: of L layers, each [B, N, S, d].
+      length: attend to the first `length` cache positions only, which cost less than all S; `None`: all.
 
     Returns:
       hidden states [B, D] that predict the next token, and the cache with this token in it.
@@ -187,12 +196,14 @@ class Policy:
     def attend(kv, window, q, k, v):
       kv = tuple(old.at[rows, :, positions].set(new.astype(old.dtype)) for old, new in zip(kv, (k, v), strict=True))
       out = _attention.cache_attention(
-        q, *kv, positions, window, scale=self._scale, softcap=self.config.attention_softcap
-      )
+        q, *(x[:, :, :length] for x in kv), positions, window,
+        scale=self._scale,
+        softcap=self.config.attention_softcap,
+      )  # fmt: skip
       return out, kv
 
     ends = self._ends(params)
-    x, new_cache = ends.encode(tokens), []
+    x, new_cache = ends.encode(tokens, self.mesh), []
     for layer, kv, window, frequency in zip(layers, cache, *self._per_layer(), strict=True):
       angles = positions[:, None] * frequency[None, :]
       x, kv = self._layer(layer)(x, angles, functools.partial(attend, kv, window))
@@ -206,12 +217,13 @@ class Policy:
     return tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
 
   def unembedding(self, params: Params) -> Array:
-    """[D, V] in the compute dtype: what `token_logprobs` multiplies hidden states with."""
+    """[D, V] in the parameters' dtype: what makes logits of hidden states."""
     return self._ends(params).unembedding()
 
   def logits(self, params: Params, hidden: Array) -> Array:
-    """float32 logits [..., V] of hidden states [..., D], soft-capped; padding ids get the lowest float."""
-    return finish_logits(jnp.dot(hidden, self.unembedding(params), preferred_element_type=jnp.float32), self.config)
+    """float32 logits [..., V] of hidden states [..., D], soft-capped; padding ids get -1e30."""
+    kernel = self.unembedding(params).astype(self.dtype)
+    return finish_logits(jnp.dot(hidden, kernel, preferred_element_type=jnp.float32), self.config)
 
   # The rest is private.
 
@@ -237,6 +249,8 @@ class Policy:
 
   def _attend_rows(self, segments: Array, window: Array | None, keep: bool):
     def attend(q, k, v):
+      # Heads that "tensor" does not divide are whole on every device; a projection may be split within a head.
+      q, k, v = (constrain(x, self.mesh, ROWS, None, "tensor") for x in (q, k, v))
       out = _attention.self_attention(
         q, k, v, segments, window,
         scale=self._scale,
@@ -255,12 +269,13 @@ class Policy:
     def body(x, inputs):
       layer, window, frequency = inputs
       angles = positions[..., None] * jnp.expand_dims(frequency, range(positions.ndim))
-      return self._layer(layer)(x, angles, make_attend(window))
+      x, extra = self._layer(layer)(x, angles, make_attend(window))
+      return constrain(x, self.mesh, ROWS), extra
 
     if self.remat != "none":
       keep = jax.checkpoint_policies.save_only_these_names("attention") if self.remat == "attention" else None
       body = jax.checkpoint(body, policy=keep, prevent_cse=isinstance(params["layers"], list))
-    x = ends.encode(tokens)
+    x = ends.encode(tokens, self.mesh)
     if isinstance(params["layers"], list):
       extras = []
       for inputs in zip(params["layers"], windows, frequencies, strict=True):
@@ -280,7 +295,8 @@ def finish_logits(logits: Array, config: ModelConfig) -> Array:
     logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
   if config.vocab_limit is not None and config.vocab_limit < config.vocab_size:
     padding = jnp.arange(config.vocab_size) >= config.vocab_limit
-    logits = jnp.where(jnp.expand_dims(padding, range(logits.ndim - 1)), jnp.finfo(jnp.float32).min, logits)
+    # Not the lowest float: divided by a temperature below 1 that is -inf, and 0 * -inf spoils the entropy.
+    logits = jnp.where(jnp.expand_dims(padding, range(logits.ndim - 1)), -1e30, logits)
   return logits
 
 

@@ -1,0 +1,116 @@
+"""Settings of the slot engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+ON_UPDATE = ("keep", "recompute")
+LOGPROBS_OF = ("plain", "truncated")
+_GRANULE = 16  # lengths are multiples of this
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+  """Sizes and sampling distribution of an `Engine`; hashable, so it can be a static argument.
+
+  Attributes:
+    slots: samples decoded at the same time. Each owns key/value cache for `capacity` tokens.
+    group_size: K, samples of each request.
+    max_prompt_tokens: the longest prompt accepted.
+    max_new_tokens: the longest completion; reaching it ends a sample with `LENGTH`.
+    chunk: decode steps between two looks of the host: how often finished slots are refilled and weights can change.
+    temperature: of the softmax. Log-probabilities are of the tempered distribution, softmax(logits / temperature),
+      so the learner must score at the same temperature. At 0 the most likely token is taken and its log-probability
+      is the one at temperature 1.
+    top_k: draw among the `top_k` most likely tokens only (and those tied with the last of them).
+    top_p: draw among the fewest most likely tokens whose probabilities sum to at least `top_p`.
+    logprobs_of: with `top_k` or `top_p`, the distribution that the log-probabilities are of: "plain" is the whole
+      tempered softmax (what a learner computes, but not what the token was drawn from), "truncated" is the one drawn
+      from (right for importance weights, but a learner that scores the whole softmax sees ratios below 1).
+    on_update: what happens to the cache of unfinished samples when the weights change: "keep" goes on with keys and
+      values of the older weights, "recompute" computes them anew.
+    seed: of all randomness, 0 <= seed < 2**32.
+    length_buckets: how many attention lengths a decode step, and how many prompt lengths a prefill is compiled for:
+      the whole, the half, the quarter, ...
+    prefill_tokens: tokens, padding included, that one prefill call should process.
+  """
+
+  slots: int
+  group_size: int
+  max_prompt_tokens: int
+  max_new_tokens: int
+  chunk: int = 32
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+  logprobs_of: str | None = None
+  on_update: str = "keep"
+  seed: int = 0
+  length_buckets: int = 3
+  prefill_tokens: int = 1024
+
+  def __post_init__(self):
+    for name in (
+      "slots",
+      "group_size",
+      "max_prompt_tokens",
+      "max_new_tokens",
+      "chunk",
+      "length_buckets",
+      "prefill_tokens",
+    ):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
+    if self.slots < self.group_size:
+      raise ValueError(
+        f"slots must be at least group_size, got slots={self.slots}, group_size={self.group_size}: "
+        "a request needs all its slots at once, so none would ever start."
+      )
+    if not self.temperature >= 0:
+      raise ValueError(f"temperature must be >= 0, got temperature={self.temperature}.")
+    if self.on_update not in ON_UPDATE:
+      raise ValueError(f"on_update must be one of {ON_UPDATE}, got on_update={self.on_update!r}.")
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed must lie in 0..2**32-1, got seed={self.seed}.")
+    self._check_truncation()
+
+  def _check_truncation(self) -> None:
+    if self.top_k is not None and self.top_k < 1:
+      raise ValueError(f"top_k must be at least 1, got top_k={self.top_k}.")
+    if self.top_p is not None and not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p must lie in (0, 1], got top_p={self.top_p}.")
+    truncated = self.top_k is not None or self.top_p is not None
+    if truncated and self.temperature == 0:
+      raise ValueError("top_k and top_p have no effect at temperature=0, which takes the most likely token; drop them.")
+    if truncated and self.logprobs_of not in LOGPROBS_OF:
+      raise ValueError(
+        f"top_k={self.top_k}, top_p={self.top_p} draw from another distribution than the learner scores: state with "
+        f"logprobs_of, one of {LOGPROBS_OF}, which one the log-probabilities are of; got {self.logprobs_of!r}."
+      )
+    if not truncated and self.logprobs_of is not None:
+      raise ValueError(f"logprobs_of={self.logprobs_of!r} has a meaning with top_k or top_p only; drop it.")
+
+  @property
+  def prompt_lengths(self) -> tuple[int, ...]:
+    """Padded prompt lengths, ascending."""
+    return _buckets(self.max_prompt_tokens, self.length_buckets)
+
+  @property
+  def lengths(self) -> tuple[int, ...]:
+    """Attended lengths of a decode step, ascending."""
+    return _buckets(self.max_prompt_tokens + self.max_new_tokens, self.length_buckets)
+
+  @property
+  def prefix_lengths(self) -> tuple[int, ...]:
+    """Padded lengths of a prefill, ascending: those of prompts, and the longer ones of prompts with completions."""
+    prompts = self.prompt_lengths
+    return prompts + tuple(n for n in self.lengths if n > prompts[-1])
+
+  @property
+  def capacity(self) -> int:
+    """S, cache positions of a slot."""
+    return self.lengths[-1]
+
+
+def _buckets(limit: int, count: int) -> tuple[int, ...]:
+  return tuple(sorted({-(-limit // 2**i // _GRANULE) * _GRANULE for i in range(count)}))

@@ -1,0 +1,390 @@
+"""The slot engine: continuous batching over a fixed number of slots."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from async_rl.models import Params
+from async_rl.models import Policy
+from async_rl.models import param_shardings
+from async_rl.sampling import _decode
+from async_rl.sampling import _records
+from async_rl.sampling._config import SamplerConfig
+from async_rl.sampling._records import Sample
+from async_rl.sampling._weights import prepare_weights
+from async_rl.types import LENGTH
+from async_rl.types import STOP
+from async_rl.types import Completion
+from async_rl.types import Request
+
+
+@dataclasses.dataclass
+class Counters:
+  """Running totals of an engine.
+
+  Attributes:
+    tokens: drawn.
+    prefill_tokens: of prompts and of recomputed prefixes, without padding.
+    chunks: decode chunks run.
+    steps: decode steps run.
+    slot_steps: `steps` times slots; tokens / slot_steps is the occupancy.
+    seconds: spent in `step`.
+  """
+
+  tokens: int = 0
+  prefill_tokens: int = 0
+  chunks: int = 0
+  steps: int = 0
+  slot_steps: int = 0
+  seconds: float = 0.0
+
+
+class Engine:
+  """Completes requests K times each, many at once, while the weights change underneath.
+
+  A slot holds one sample. A request waits until K slots are free; its prompt is then computed once and copied into
+  them. `step` decodes one chunk and returns what finished. All bookkeeping is on the host; the device holds the
+  weights and the cache. A sample is determined by (seed, ticket, index in the group, weights): it does not depend
+  on slots or neighbours beyond the rounding of differently shaped programs. Not thread-safe.
+
+  Every program is compiled ahead of time and called with arguments that are placed explicitly: a call can neither
+  recompile nor transfer anything implicitly.
+
+  Attributes:
+    counters: running totals.
+    version: of the current weights, `None` before the first `set_weights`.
+
+  Args:
+    policy: the architecture.
+    config: sizes and sampling distribution.
+    stop_ids: tokens that end a sample; a stop token is kept as the last token of its completion.
+    pad_id: any token, put where nothing is.
+    mesh: axes among ("data", "fsdp", "tensor"), devices of this process: slots are split over data and fsdp, heads
+      over tensor. `None`: the first device.
+
+  Raises:
+    ValueError: if the mesh cannot divide the slots, or a token id is outside the vocabulary.
+  """
+
+  def __init__(
+    self, policy: Policy, config: SamplerConfig, stop_ids: Sequence[int], pad_id: int, mesh: Mesh | None = None
+  ):
+    mesh = mesh if mesh is not None else _mesh_of_one()
+    data = tuple(a for a in ("data", "fsdp") if a in mesh.axis_names)
+    self._shards = int(np.prod([mesh.shape[a] for a in data]))
+    if config.slots % self._shards:
+      raise ValueError(
+        f"slots must be a multiple of the mesh's data * fsdp size {self._shards}, got slots={config.slots}."
+      )
+    vocab = policy.config.vocab_limit or policy.config.vocab_size
+    for token in (pad_id, *stop_ids):
+      if not 0 <= token < vocab:
+        raise ValueError(f"stop_ids and pad_id must lie in 0..{vocab - 1}, got {token}; is this the model's tokenizer?")
+    self._policy, self._config, self._vocab, self._pad = policy, config, vocab, pad_id
+    self._stop_ids = tuple(int(i) for i in stop_ids)
+    self.counters = Counters()
+    self.version: int | None = None
+    self._params: Params | None = None
+    self._stale = False
+    self._slots: list[Sample | None] = [None] * config.slots
+    # Samples that wait together share their prefix.
+    self._waiting: collections.deque[tuple[Sample, ...]] = collections.deque()
+    self._programs: dict[tuple[Any, ...], Any] = {}
+
+    self._whole = NamedSharding(mesh, PartitionSpec())
+    self._rows = NamedSharding(mesh, PartitionSpec(data))
+    heads = "tensor" if "tensor" in mesh.axis_names and not policy.config.num_kv_heads % mesh.shape["tensor"] else None
+    cache = functools.partial(policy.init_cache, config.slots, config.capacity)
+    split = NamedSharding(mesh, PartitionSpec(data, heads))
+    self._cache = jax.jit(cache, out_shardings=split)()
+    self._abstract_cache = _abstract(self._cache, split)
+    raw = policy.abstract()
+    self._raw_params = _abstract(raw, param_shardings(raw, mesh))
+    prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
+    self._abstract_params = _abstract(prepared, param_shardings(prepared, mesh))
+
+  # Weights.
+
+  def set_weights(self, params: Params, version: int) -> None:
+    """Changes the weights from the next token on; see `SamplerConfig.on_update` for the samples in flight.
+
+    Args:
+      params: float32 from `Policy.init` (copied), or what `prepare_weights` made of them (used as they are: do not
+        donate them). They may lie on other devices.
+      version: optimizer steps that made them.
+
+    Raises:
+      ValueError: if the parameters are not of this policy.
+    """
+    layout, raw, prepared = map(_layout, (params, self._raw_params, self._abstract_params))
+    if layout == prepared:
+      self._params = jax.device_put(params, _shardings(self._abstract_params))
+    elif layout == raw:
+      self._params = self._program("prepare")(jax.device_put(params, _shardings(self._raw_params)))
+    else:
+      wrong = sorted(set(layout.items()) ^ set(raw.items()))[0]
+      raise ValueError(
+        "params must be this policy's, float32 and stacked as from Policy.init, or from prepare_weights; they "
+        f"differ at {wrong[0]}: {layout.get(wrong[0])}, expected {raw.get(wrong[0])}."
+      )
+    self.version = int(version)
+    self._device_version = jax.device_put(np.int32(version), self._whole)
+    self._stale = self._config.on_update == "recompute"
+
+  # Requests.
+
+  def submit(self, request: Request) -> None:
+    """Queues a request; `step` starts it as soon as K slots are free.
+
+    Raises:
+      ValueError: if the prompt is empty, too long or not of this vocabulary, or the ticket is not a uint32.
+    """
+    tokens = np.asarray(request.tokens, np.int32)
+    name = f"Request {request.ticket} (prompt {getattr(request.prompt, 'id', None)})"
+    if tokens.ndim != 1 or not tokens.size:
+      raise ValueError(f"{name} must have tokens [T] with T >= 1, got shape {tokens.shape}.")
+    if len(tokens) > self._config.max_prompt_tokens:
+      raise ValueError(
+        f"{name} has {len(tokens)} tokens, more than max_prompt_tokens={self._config.max_prompt_tokens}: "
+        "raise max_prompt_tokens, or drop such prompts from the task."
+      )
+    if tokens.min() < 0 or tokens.max() >= self._vocab:
+      raise ValueError(f"{name} has a token outside 0..{self._vocab - 1}; is this the model's tokenizer?")
+    if not 0 <= request.ticket < 2**32:
+      raise ValueError(f"{name}: tickets must lie in 0..2**32-1, they key the random numbers.")
+    fresh = lambda k: Sample.empty(request.ticket, k, tokens, self._config.max_new_tokens)
+    self._waiting.append(tuple(fresh(k) for k in range(self._config.group_size)))
+
+  @property
+  def free(self) -> int:
+    """Slots that neither a live nor a waiting sample will take."""
+    return max(0, self._config.slots - len(self._live()) - sum(map(len, self._waiting)))
+
+  def has_room(self) -> bool:
+    """Whether one more request would start at the next step."""
+    return self.free >= self._config.group_size
+
+  @property
+  def idle(self) -> bool:
+    """Whether nothing is live and nothing waits."""
+    return not self._waiting and not self._live()
+
+  def step(self) -> list[Completion]:
+    """Fills free slots, decodes one chunk and returns the samples that finished in it, in the order of slots.
+
+    Raises:
+      RuntimeError: if there are no weights yet.
+    """
+    if self._params is None:
+      raise RuntimeError("The engine has no weights; call set_weights first.")
+    start = time.perf_counter()
+    if self._stale:
+      self._prefill([(s.prefix(), [i]) for i, s in self._live().items()])
+      self._stale = False
+    self._admit()
+    finished = self._collect(self._run_chunk()) if self._live() else []
+    self.counters.seconds += time.perf_counter() - start
+    return finished
+
+  def generate(self, requests: Iterable[Request]) -> list[Completion]:
+    """Runs `requests` to their end; completions come in the order of the requests and of their samples.
+
+    Raises:
+      RuntimeError: if samples of other requests are in flight.
+    """
+    if not self.idle:
+      raise RuntimeError("generate needs an idle engine; finish what is in flight with step first.")
+    order = {}
+    for i, request in enumerate(requests):
+      self.submit(request)
+      order[request.ticket] = i
+    completions: list[Completion] = []
+    while not self.idle:
+      completions += self.step()
+    return sorted(completions, key=lambda c: (order[c.ticket], c.sample))
+
+  # Checkpoints.
+
+  def snapshot(self) -> _records.Snapshot:
+    """Everything unfinished, for a checkpoint. The engine goes on unchanged."""
+    samples = [*self._live().values(), *itertools.chain(*self._waiting)]
+    return _records.pack(samples, self._config.capacity, self._config.max_new_tokens)
+
+  def restore(self, state: _records.Snapshot) -> None:
+    """Takes up the samples of a snapshot where they stood; their cache is recomputed under the current weights.
+
+    Raises:
+      RuntimeError: if the engine is not idle.
+      ValueError: if the limits were lowered below what the samples already have.
+    """
+    if not self.idle:
+      raise RuntimeError("restore needs an idle engine.")
+    limits = (self._config.max_prompt_tokens, self._config.max_new_tokens)
+    if len(state.tickets) and (state.prompt_lengths.max() > limits[0] or state.lengths.max() >= limits[1]):
+      raise ValueError(
+        f"The snapshot holds prompts of {state.prompt_lengths.max()} and completions of {state.lengths.max()} tokens, "
+        f"too many for (max_prompt_tokens, max_new_tokens)={limits}; restore with limits as high as before."
+      )
+    for ticket, group in itertools.groupby(_records.unpack(state, limits[1]), key=lambda s: (s.ticket, s.length == 0)):
+      samples = tuple(group)
+      self._waiting.extend([samples] if ticket[1] else [(s,) for s in samples])
+
+  # Programs.
+
+  def warmup(self) -> None:
+    """Compiles everything that later calls use. Only what `restore` alone needs is left to its first use."""
+    self._program("prepare")
+    for length in self._config.lengths:
+      self._program("decode", length)
+    for length in self._config.prefix_lengths if self._config.on_update == "recompute" else self._config.prompt_lengths:
+      self._program("prefill", length)
+
+  @property
+  def compilations(self) -> int:
+    """Programs compiled so far."""
+    return len(self._programs)
+
+  def _program(self, kind: str, length: int = 0) -> Any:
+    key = (kind, length)
+    if key not in self._programs:
+      self._programs[key] = getattr(self, f"_compile_{kind}")(length)
+    return self._programs[key]
+
+  def _compile_prepare(self, _: int) -> Any:
+    function = functools.partial(prepare_weights, self._policy)
+    return jax.jit(function, out_shardings=_shardings(self._abstract_params)).lower(self._raw_params).compile()
+
+  def _compile_prefill(self, length: int) -> Any:
+    rows = self._prefill_rows(length)
+    function = functools.partial(_decode.prefill, self._policy)
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=self._rows)
+    index = jax.ShapeDtypeStruct((rows * self._config.group_size,), jnp.int32, sharding=self._whole)
+    jitted = jax.jit(function, donate_argnums=1, out_shardings=_shardings(self._abstract_cache))
+    return jitted.lower(self._abstract_params, self._abstract_cache, tokens, index, index).compile()
+
+  def _compile_decode(self, length: int) -> Any:
+    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids, length)
+    slots = _abstract(_decode.Slots(*self._slot_arrays()), self._rows)
+    version = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
+    jitted = jax.jit(function, donate_argnums=1, out_shardings=(_shardings(self._abstract_cache), self._whole))
+    return jitted.lower(self._abstract_params, self._abstract_cache, slots, version).compile()
+
+  # The parts of a step.
+
+  def _live(self) -> dict[int, Sample]:
+    return {i: s for i, s in enumerate(self._slots) if s is not None}
+
+  def _admit(self) -> None:
+    free = [i for i, s in enumerate(self._slots) if s is None]
+    work = []
+    while self._waiting and len(self._waiting[0]) <= len(free):
+      samples = self._waiting.popleft()
+      taken, free = free[: len(samples)], free[len(samples) :]
+      for i, sample in zip(taken, samples, strict=True):
+        self._slots[i] = sample
+      work.append((samples[0].prefix(), taken))
+    self._prefill(work)
+
+  def _prefill_rows(self, length: int) -> int:
+    """Prefixes in one call: as many as make `prefill_tokens`, at most what can be free at once."""
+    rows = max(1, min(self._config.prefill_tokens // length, self._config.slots // self._config.group_size))
+    return -(-rows // self._shards) * self._shards
+
+  def _prefill(self, work: list[tuple[np.ndarray, list[int]]]) -> None:
+    """Puts each prefix into its slots; prefixes of one padded length go together."""
+    padded = lambda item: next(n for n in self._config.prefix_lengths if n >= len(item[0]))
+    for length, group in itertools.groupby(sorted(work, key=padded), key=padded):
+      items, rows = list(group), self._prefill_rows(length)
+      for i in range(0, len(items), rows):
+        self._prefill_call(length, items[i : i + rows])
+
+  def _prefill_call(self, length: int, batch: Sequence[tuple[np.ndarray, list[int]]]) -> None:
+    rows = self._prefill_rows(length)
+    tokens = np.full((rows, length), self._pad, np.int32)
+    sources = np.zeros(rows * self._config.group_size, np.int32)
+    targets = self._config.slots + np.arange(len(sources), dtype=np.int32)  # beyond the last slot: dropped
+    filled = 0
+    for row, (prefix, slots) in enumerate(batch):
+      tokens[row, : len(prefix)] = prefix
+      sources[filled : filled + len(slots)], targets[filled : filled + len(slots)] = row, slots
+      filled += len(slots)
+      self.counters.prefill_tokens += len(prefix)
+    tokens, sources, targets = jax.device_put((tokens, sources, targets), (self._rows, self._whole, self._whole))
+    self._cache = self._program("prefill", length)(self._params, self._cache, tokens, sources, targets)
+
+  def _slot_arrays(self) -> _decode.Slots:
+    size = self._config.slots
+    slots = _decode.Slots(
+      token=np.full(size, self._pad, np.int32),
+      position=np.zeros(size, np.int32),
+      drawn=np.zeros(size, np.int32),
+      ticket=np.zeros(size, np.uint32),
+      sample=np.zeros(size, np.uint32),
+      live=np.zeros(size, np.bool_),
+    )
+    for i, s in self._live().items():
+      last = s.tokens[s.length - 1] if s.length else s.prompt[-1]
+      row = (last, len(s.prompt) + s.length - 1, s.length, s.ticket, s.index, True)
+      for array, value in zip(slots, row, strict=True):
+        array[i] = value
+    return slots
+
+  def _run_chunk(self) -> _decode.Drawn:
+    slots = self._slot_arrays()
+    steps = np.minimum(self._config.chunk, self._config.max_new_tokens - slots.drawn)
+    needed = int(np.max(np.where(slots.live, slots.position + steps, 0)))
+    length = next(n for n in self._config.lengths if n >= needed)
+    placed = jax.device_put(slots, self._rows)
+    self._cache, drawn = self._program("decode", length)(self._params, self._cache, placed, self._device_version)
+    return jax.device_get(drawn)
+
+  def _collect(self, drawn: _decode.Drawn) -> list[Completion]:
+    finished = []
+    for i, sample in self._live().items():
+      new = slice(0, drawn.counts[i])
+      sample.extend(drawn.tokens[i, new], drawn.logprobs[i, new], drawn.versions[i, new])
+      stopped = int(sample.tokens[sample.length - 1]) in self._stop_ids
+      if stopped or sample.length == self._config.max_new_tokens:
+        finished.append(sample.completion(STOP if stopped else LENGTH))
+        self._slots[i] = None
+    self.counters.tokens += int(drawn.counts.sum())
+    self.counters.chunks += 1
+    self.counters.steps += int(drawn.steps)
+    self.counters.slot_steps += int(drawn.steps) * self._config.slots
+    return finished
+
+
+def _mesh_of_one() -> Mesh:
+  devices = np.array(jax.local_devices()[:1]).reshape(1, 1, 1)
+  return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def _abstract(tree: Any, shardings: Any) -> Any:
+  """Shapes and dtypes of `tree` with shardings: one for all, or a tree of them."""
+  if isinstance(shardings, NamedSharding):
+    shardings = jax.tree.map(lambda _: shardings, tree)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def _shardings(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _layout(params: Params) -> dict[str, tuple[tuple[int, ...], str]]:
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  return {jax.tree_util.keystr(path): (leaf.shape, jnp.dtype(leaf.dtype).name) for path, leaf in leaves}
