@@ -47,8 +47,8 @@ def control_alignment(
   - :math:`c \ge \mathrm{high}`: the step is skipped. The updates are zero and `inner` is not called, so its moments and
     counters stay as they are. (Zeros handed to Adam are no skip: its moments would decay and still move the weights.)
 
-  A gradient without a finite float32 norm is skipped too, and leaves the reference alone. Where a norm is zero, and on
-  the first step, c is 0.
+  A gradient without a finite float32 norm is skipped too, and leaves the reference alone. On the first step and where
+  a norm is zero, there is no cosine (it is reported as 0) and g is kept.
 
   Clipping, preconditioning and weight decay belong inside: `control_alignment(optax.chain(clip, adamw))`. Under
   `optax.masked` or `optax.partition` the cosine is of the leaves that those let through. As long as gradients stay
@@ -126,7 +126,7 @@ def control_alignment(
   ) -> tuple[optax.Updates, ControlAlignmentState]:
     previous = state.reference_gradient
     products = _statistics.gradient_products(updates, previous)
-    skipped = ~products.finite | (products.cosine >= high)
+    skipped = ~products.finite | (products.defined & (products.cosine >= high))
     subtracted = (1.0 - kept_share(products.cosine)) * products.projection
 
     def step() -> tuple[optax.Updates, optax.Updates, optax.OptState]:

@@ -59,12 +59,14 @@ class GradientProducts(NamedTuple):
     norm: float32 [], norm of g.
     cosine: float32 [], cosine of g and h; 0 if either norm is zero or not finite.
     projection: float32 [], the p for which p h is the part of g parallel to h; 0 where the cosine is.
+    defined: bool [], whether both norms are finite and above zero.
     finite: bool [], whether g has a finite norm.
   """
 
   norm: jax.Array
   cosine: jax.Array
   projection: jax.Array
+  defined: jax.Array
   finite: jax.Array
 
 
@@ -91,15 +93,11 @@ def global_norm(x: Any) -> jax.Array:
 
 def gradient_products(gradient: Any, reference: Any) -> GradientProducts:
   """All that alignment needs of two gradients, in one pass over them. See `GradientProducts`."""
-  dot, square, reference_square = (
-    global_dot(gradient, reference),
-    global_dot(gradient, gradient),
-    global_dot(reference, reference),
-  )
-  norm, reference_norm = jnp.sqrt(square), jnp.sqrt(reference_square)
-  defined = (norm > 0) & (reference_norm > 0) & jnp.isfinite(norm) & jnp.isfinite(reference_norm)
-  one = jnp.float32(1.0)
-  dot, safe_norm = jnp.where(defined, dot, 0.0), jnp.where(defined, norm, one)
-  safe_reference_norm = jnp.where(defined, reference_norm, one)
-  cosine = jnp.clip(dot / safe_norm / safe_reference_norm, -1.0, 1.0)
-  return GradientProducts(norm, cosine, cosine * safe_norm / safe_reference_norm, jnp.isfinite(norm))
+  dot = global_dot(gradient, reference)
+  norm, reference_norm = global_norm(gradient), global_norm(reference)
+  finite = jnp.isfinite(norm)
+  defined = finite & jnp.isfinite(reference_norm) & (norm > 0) & (reference_norm > 0)
+  safe = lambda x: jnp.where(defined, x, 1.0)
+  cosine = jnp.where(defined, dot, 0.0) / safe(norm) / safe(reference_norm)  # the product of norms could overflow
+  cosine = jnp.clip(cosine, -1.0, 1.0)
+  return GradientProducts(norm, cosine, cosine * safe(norm) / safe(reference_norm), defined, finite)
