@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -33,6 +35,7 @@ def served(
 
   class Records(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)]  # noqa: RUF012 (TFDS wants a list)
 
     def _info(self):
       features = {key: tfds.features.Tensor(shape=shape, dtype=np.int32) for key, shape in fields.items()}
@@ -46,14 +49,27 @@ def served(
       yield from enumerate(records)
 
   Records.name = name
-  builder = Records(
-    data_dir=data_dir, config=tfds.core.BuilderConfig(name=config, version="1.0.0"), file_format="array_record"
-  )
-  if not builder.is_prepared():
-    tfds.disable_progress_bar()
-    try:
-      builder.download_and_prepare()
-    except OSError:  # another process may have written the same data set meanwhile
-      if not builder.is_prepared():
-        raise
+  with _quiet():
+    builder = Records(data_dir=data_dir, config=config, file_format="array_record")
+    if not builder.is_prepared():
+      tfds.disable_progress_bar()
+      try:
+        builder.download_and_prepare()
+      except OSError:  # another process may have written the same data set meanwhile
+        if not builder.is_prepared():
+          raise
   return builder.as_data_source()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Silences TFDS, which speaks of downloads and warns of the folder that it is about to make."""
+  from absl import logging
+
+  verbosity = logging.get_verbosity()
+  logging.set_verbosity(logging.ERROR)
+  try:
+    with contextlib.redirect_stdout(io.StringIO()):
+      yield
+  finally:
+    logging.set_verbosity(verbosity)

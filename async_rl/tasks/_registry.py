@@ -7,12 +7,26 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
+from async_rl.tasks._calculator import Calculator
+from async_rl.tasks._countdown import Countdown
+from async_rl.tasks._countdown import CountdownSteps
+from async_rl.tasks._gsm8k import GSM8K
+from async_rl.tasks._maths import Maths
+from async_rl.tasks._reasoning_gym import ReasoningGym
+from async_rl.tasks._summaries import Summaries
 from async_rl.tasks._sums import Sums
 from async_rl.tasks._task import Task
 from async_rl.tasks._task import known
 
 #: The tasks that `make` knows.
 TASKS: Mapping[str, Callable[..., Task]] = {
+  "calculator": Calculator,
+  "countdown": Countdown,
+  "countdown_steps": CountdownSteps,
+  "gsm8k": GSM8K,
+  "maths": Maths,
+  "reasoning_gym": ReasoningGym,
+  "summaries": Summaries,
   "sums": Sums,
 }
 

@@ -42,8 +42,9 @@ class Sums:
   seed: int = 0
   data_dir: str | None = None
 
-  #: Every character that prompts and solutions use, for training a tokenizer.
-  alphabet = "0123456789+=;"
+  #: Every character that prompts and solutions use, and how `models.train_sentencepiece` cuts them.
+  corpus = "0123456789+=;"
+  model_type = "char"
 
   def __post_init__(self):
     if not 2 <= self.numbers <= 10:

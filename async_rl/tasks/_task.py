@@ -50,6 +50,21 @@ class SupervisedTask(Task, Protocol):
     """A completion of `prompt` (without the end token) that earns the full reward."""
 
 
+class ToolTask(Task, Protocol):
+  """A task of several turns: the model writes, the task answers, the model goes on.
+
+  `reward` is given the text of the model's last turn. What the task writes is context: it is never trained.
+  """
+
+  def respond(self, prompt: Prompt, turns: Sequence[str]) -> str | None:
+    """The task's answer to the model's last turn; None if that was the last one. Pure, fast, and safe on any text.
+
+    Args:
+      prompt: the prompt that began the conversation.
+      turns: the texts so far: the model's, the task's, the model's, and so on; the last is the model's.
+    """
+
+
 class Prompts(Sequence[Prompt]):
   """Random access over the records of a data set, each made into a `Prompt` when it is read."""
 
@@ -66,6 +81,12 @@ class Prompts(Sequence[Prompt]):
       return [self[i] for i in range(*index.indices(len(self)))]
     index = range(len(self))[index]
     return self._make(index, self._records[index])
+
+
+def question(id: int, text: str, instruction: str, chat: bool, answer: Any) -> Prompt:
+  """A prompt that asks `text` and then instructs; a conversation of one message if `chat`, else lines of text."""
+  text = f"{text}\n{instruction}" if instruction else text
+  return Prompt(id, [{"role": "user", "content": text}] if chat else f"{text}\n", answer)
 
 
 def known(what: str, value: str, names: Collection[str]) -> str:

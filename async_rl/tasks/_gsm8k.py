@@ -1,0 +1,90 @@
+"""GSM8K: grade-school word problems (Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from async_rl.tasks._jsonl import read_jsonl
+from async_rl.tasks._numbers import final_answer
+from async_rl.tasks._task import Prompts
+from async_rl.tasks._task import known
+from async_rl.types import STOP
+from async_rl.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class GSM8K:
+  r"""Word problems whose answer is a number.
+
+  The reward is 1 if the completion has ended and its final number equals the reference exactly, otherwise 0.
+
+  Attributes:
+    folder: holds the original `train.jsonl` and `test.jsonl`; None takes `gsm8k` of TFDS, downloaded if need be.
+    data_dir: where TFDS keeps its data sets; None means its default.
+    answer: "last" takes the number after `####`, else that in `\boxed{}`, else the last one of the text; "marked" gives
+      no reward without `####` or `\boxed{}`.
+    instruction: follows the question.
+    chat: whether prompts are conversations, for instruct models, or plain text.
+  """
+
+  folder: str | os.PathLike | None = None
+  data_dir: str | None = None
+  answer: str = "last"
+  instruction: str = "Think step by step, then give the answer after '#### '."
+  chat: bool = True
+
+  def __post_init__(self):
+    known("answer", self.answer, ("last", "marked"))
+
+  @property
+  def name(self) -> str:
+    return "gsm8k"
+
+  def prompts(self, split: str) -> Sequence[Prompt]:
+    known("split", split, ("train", "test"))
+    if self.folder is not None:
+      return Prompts(read_jsonl(os.path.join(self.folder, f"{split}.jsonl"), ("question", "answer")), self.prompt)
+    return Prompts(_from_tfds(split, self.data_dir), self.prompt)
+
+  def prompt(self, id: int, record: dict[str, Any]) -> Prompt:
+    """The prompt of one record with `question` and `answer`; the latter ends in `#### number`."""
+    question, answer = (_text(record[key]).strip() for key in ("question", "answer"))
+    text = f"{question}\n{self.instruction}" if self.instruction else question
+    return Prompt(id, [{"role": "user", "content": text}] if self.chat else f"{text}\n", answer)
+
+  def reward(self, prompt: Prompt, text: str, finish: str) -> float:
+    if finish != STOP:  # its last number may be cut in two
+      return 0.0
+    found = final_answer(text, marked=self.answer == "marked")
+    return float(found is not None and found == final_answer(prompt.answer, marked=True))
+
+  def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
+    """The reference solution without its calculator annotations."""
+    del rng
+    return re.sub(r"<<[^<>]*>>", "", prompt.answer)
+
+
+def _text(value: str | bytes) -> str:
+  return value.decode() if isinstance(value, bytes) else value
+
+
+def _from_tfds(split: str, data_dir: str | None) -> Sequence[dict[str, Any]]:
+  # Not by name: the search for a name imports unrelated data sets, and those have dependencies of their own.
+  from tensorflow_datasets.text.gsm8k import Gsm8k
+
+  builder = Gsm8k(data_dir=data_dir, file_format="array_record")
+  if not builder.is_prepared():
+    try:
+      builder.download_and_prepare()
+    except Exception as error:
+      raise RuntimeError(
+        f"TFDS could not prepare gsm8k in {builder.data_dir}: {error}. Without a network, give the folder that holds "
+        "the original train.jsonl and test.jsonl"
+      ) from error
+  return builder.as_data_source(split=split)

@@ -1,0 +1,170 @@
+"""Every generator of reasoning-gym as a task (Stojanovski et al., REASONING GYM, 2025, arXiv 2505.24760)."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import pickle
+import re
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from async_rl.tasks._arithmetic import evaluate
+from async_rl.tasks._task import Prompts
+from async_rl.tasks._task import known
+from async_rl.types import STOP
+from async_rl.types import Prompt
+
+#: Answers longer than this are wrong unread.
+MAX_ANSWER_CHARS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGym:
+  """The problems of one generator, judged by its own verifier (0 to 1, with partial credit where it gives some).
+
+  Problems are made when they are read, from (seed, index). Train and test use different seeds of the generator; a
+  generator with few possible problems can still repeat itself.
+
+  Some verifiers of reasoning-gym hand the answer to Python's `eval`, directly or through SymPy. Their answers are
+  checked first (see `_GUARDS`), so that nothing a model writes is ever executed.
+
+  Attributes:
+    generator: a name that `reasoning_gym` knows, such as "countdown".
+    options: options of the generator.
+    train: problems of the training split.
+    test: problems of the test split.
+    seed: of the generator.
+    answer: "tagged" takes the last `<answer>...</answer>`; "whole" takes the whole completion, which must have ended.
+    instruction: follows the question; None says how to tag the answer, if it is to be tagged.
+    chat: whether prompts are conversations, for instruct models, or plain text.
+  """
+
+  generator: str
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  train: int = 8192
+  test: int = 512
+  seed: int = 0
+  answer: str = "tagged"
+  instruction: str | None = None
+  chat: bool = True
+
+  def __post_init__(self):
+    from reasoning_gym.factory import DATASETS
+
+    known("answer", self.answer, ("tagged", "whole"))
+    config = DATASETS[known("generator", self.generator, DATASETS)][1]
+    names = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
+    for option in self.options:
+      known(f"option of generator {self.generator!r}", option, names)
+
+  @property
+  def name(self) -> str:
+    return self.generator
+
+  def warm_up(self) -> None:
+    self._verifier()
+
+  def prompts(self, split: str) -> Sequence[Prompt]:
+    known("split", split, ("train", "test"))
+    import reasoning_gym
+
+    # The generators draw item i from seed + i: the ranges of the two splits must not overlap.
+    first, size = (0, self.train) if split == "train" else (self.train, self.test)
+    entries = reasoning_gym.create_dataset(self.generator, **self.options, seed=self.seed + first, size=size)
+    return Prompts(entries, self.prompt)
+
+  def prompt(self, id: int, entry: dict[str, Any]) -> Prompt:
+    """The prompt of one entry of a generator, which becomes the prompt's `answer`."""
+    instruction = self.instruction
+    if instruction is None:
+      instruction = "Give your final answer between <answer> and </answer>." if self.answer == "tagged" else ""
+    text = f"{entry['question']}\n{instruction}" if instruction else entry["question"]
+    return Prompt(id, [{"role": "user", "content": text}] if self.chat else f"{text}\n", entry)
+
+  def reward(self, prompt: Prompt, text: str, finish: str) -> float:
+    answer = _tagged(text) if self.answer == "tagged" else text if finish == STOP else None
+    if answer is None or len(answer) > MAX_ANSWER_CHARS:
+      return 0.0
+    verifier = self._verifier()
+    if answer != prompt.answer["answer"] and not _GUARDS.get(self.generator, _anything)(answer):
+      return 0.0
+    try:
+      return float(verifier.score_answer(answer, prompt.answer))
+    except Exception:  # the verifiers were written for well-formed answers and raise on others
+      return 0.0
+
+  def _verifier(self) -> Any:
+    return _verifier(self.generator, pickle.dumps(dict(self.options)))
+
+
+@functools.lru_cache(maxsize=128)
+def _verifier(generator: str, options: bytes) -> Any:
+  """A data set that only judges: judging needs the generator's options, not its problems."""
+  import reasoning_gym
+
+  return reasoning_gym.create_dataset(generator, **pickle.loads(options), seed=0, size=1)
+
+
+def _tagged(text: str) -> str | None:
+  before, closing, _ = text.rpartition("</answer>")
+  _, opening, answer = before.rpartition("<answer>")
+  return answer.strip() if opening and closing else None
+
+
+def _anything(answer: str) -> bool:
+  del answer
+  return True
+
+
+def _literal(answer: str) -> bool:
+  """Whether evaluating `answer` can do nothing: it is a Python literal, or has no sign that could call or index."""
+  if re.fullmatch(r"[A-Za-z0-9_\s,;:|-]*", answer):
+    return True
+  try:
+    ast.literal_eval(answer)
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    return False
+  return True
+
+
+def _arithmetic(answer: str) -> bool:
+  """Whether `answer` is an expression of numbers, + - * / and parentheses."""
+  try:
+    evaluate(answer)
+  except ValueError:
+    return False
+  return True
+
+
+#: Words of a formula: single letters, apart from those that SymPy gives a meaning, and elementary functions.
+_WORDS = r"[a-zABCDEFGHIJKLMPRTUVWXYZ]|pi|exp|log|ln|sqrt|Abs|a?(?:sin|cos|tan|sec|csc|cot)h?"
+_FORMULA = re.compile(rf"(?:\s|[-+*/^()=]|(?<![0-9.])[0-9]{{1,20}}(?:\.[0-9]{{1,20}})?(?![0-9.])|\b(?:{_WORDS})\b)*")
+#: What may follow `^` or `**`: a small number, a letter, or a short parenthesis without powers, and no further power.
+_EXPONENT = re.compile(
+  r"\s*(?:[-+]?[0-9]{1,3}(?![0-9.])|[a-z]\b|\((?:[-+/\sa-z]|(?<![0-9])[0-9]{1,3}(?![0-9])){1,16}\))\s*(?!\*\*|\^)"
+)
+
+
+def _formula(answer: str) -> bool:
+  """Whether `answer` is an elementary formula without huge powers."""
+  return bool(_FORMULA.fullmatch(answer)) and all(
+    _EXPONENT.match(answer, power.end()) for power in re.finditer(r"\*\*|\^", answer)
+  )
+
+
+#: What an answer must be before the verifier of these generators, which evaluates it, may see it.
+_GUARDS: Mapping[str, Callable[[str], bool]] = {
+  "binary_matrix": _literal,
+  "n_queens": _literal,
+  "spiral_matrix": _literal,
+  "string_insertion": _literal,
+  "countdown": _arithmetic,
+  "puzzle24": _arithmetic,
+  "intermediate_integration": _formula,
+  "polynomial_multiplication": _formula,
+  "simple_integration": _formula,
+}

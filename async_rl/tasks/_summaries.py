@@ -1,0 +1,116 @@
+"""Summaries of forum posts, in the form of the TL;DR task (Stiennon et al., Learning to summarize, 2020)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from async_rl.tasks._jsonl import read_jsonl
+from async_rl.tasks._task import Prompts
+from async_rl.tasks._task import known
+from async_rl.types import STOP
+from async_rl.types import Prompt
+
+
+class Preference(NamedTuple):
+  """Two summaries of one post, for training a reward model: `chosen` was preferred to `rejected`."""
+
+  prompt: str
+  chosen: str
+  rejected: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Summaries:
+  """Posts with reference summaries, from a folder of jsonl files or from TFDS.
+
+  `reward` is a gold reward that needs no model, so that over-optimisation of a trained proxy can be measured against
+  it: ROUGE-L (Lin, 2004), the F measure of the longest common subsequence of words with the reference. A completion
+  that was cut off gets `missing_end`. A reward model trained on `preferences` replaces it in a configuration.
+
+  Attributes:
+    folder: holds `train.jsonl` and `test.jsonl`, one object per line with the fields below, optionally `title` and
+      `subreddit`; None takes `dataset`. `train_preferences.jsonl` and `test_preferences.jsonl` hold `prompt`, `chosen`
+      and `rejected`.
+    dataset: a TFDS data set, such as "reddit_tifu/long". If it has no test split, that is the last 5 % of train.
+    post: field with the text to summarise.
+    summary: field with the reference summary.
+    missing_end: reward of a completion that did not end.
+    data_dir: where TFDS keeps its data sets; None means its default.
+  """
+
+  folder: str | os.PathLike | None = None
+  dataset: str | None = None
+  post: str = "post"
+  summary: str = "summary"
+  missing_end: float = -1.0
+  data_dir: str | None = None
+
+  def __post_init__(self):
+    if (self.folder is None) == (self.dataset is None):
+      raise ValueError(f"give either folder or dataset, got folder={self.folder!r}, dataset={self.dataset!r}")
+
+  @property
+  def name(self) -> str:
+    return "summaries"
+
+  def prompts(self, split: str) -> Sequence[Prompt]:
+    known("split", split, ("train", "test"))
+    if self.folder is not None:
+      return Prompts(read_jsonl(os.path.join(self.folder, f"{split}.jsonl"), (self.post, self.summary)), self.prompt)
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder(self.dataset, data_dir=self.data_dir, file_format="array_record")
+    builder.download_and_prepare()
+    if "test" not in builder.info.splits:
+      split = {"train": "train[:95%]", "test": "train[95%:]"}[split]
+    return Prompts(builder.as_data_source(split=split), self.prompt)
+
+  def prompt(self, id: int, record: dict[str, Any]) -> Prompt:
+    """The prompt of one record, ending in `TL;DR:`."""
+    heads = (("SUBREDDIT: r/", "subreddit"), ("TITLE: ", "title"), ("POST: ", self.post))
+    parts = [head + _text(record[field]).strip() for head, field in heads if record.get(field)]
+    return Prompt(id, "\n\n".join([*parts, "TL;DR:"]), _text(record[self.summary]).strip())
+
+  def reward(self, prompt: Prompt, text: str, finish: str) -> float:
+    return rouge_l(text, prompt.answer) if finish == STOP else self.missing_end
+
+  def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
+    """The reference summary."""
+    del rng
+    return f" {prompt.answer}"
+
+  def preferences(self, split: str) -> list[Preference]:
+    """The comparisons of `split` in the folder."""
+    known("split", split, ("train", "test"))
+    if self.folder is None:
+      raise ValueError("preferences come from the folder: give folder")
+    path = os.path.join(self.folder, f"{split}_preferences.jsonl")
+    return [Preference(*(r[field] for field in Preference._fields)) for r in read_jsonl(path, Preference._fields)]
+
+
+def rouge_l(text: str, reference: str, max_words: int = 400) -> float:
+  """ROUGE-L, from 0 to 1: the F measure of the longest common subsequence of words (of the first `max_words`).
+
+  >>> round(rouge_l("The cat sat.", "the cat sat down"), 3)
+  0.857
+  """
+  words, others = ([w.lower() for w in re.findall(r"\w+", t)[:max_words]] for t in (text, reference))
+  if not words or not others:
+    return 0.0
+  longest = [0] * (len(others) + 1)
+  for word in words:
+    diagonal = 0
+    for j, other in enumerate(others, 1):
+      diagonal, longest[j] = longest[j], diagonal + 1 if word == other else max(longest[j], longest[j - 1])
+  return 2 * longest[-1] / (len(words) + len(others))
+
+
+def _text(value: str | bytes) -> str:
+  return value.decode() if isinstance(value, bytes) else value
