@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from async_rl.models._config import ModelConfig
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
 from async_rl.models._policy import finish_logits
+from async_rl.models._sharding import ROWS
+from async_rl.models._sharding import constrain
 
 Array = jax.Array
 
@@ -56,43 +59,93 @@ def score(
   """
   hidden = policy.hidden(params, tokens, segments, positions)
   hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
-  return token_stats(policy.config, float(temperature), chunk, hidden, policy.unembedding(params), tokens)
+  return token_stats(policy, float(temperature), chunk, hidden, policy.unembedding(params), tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def token_stats(
-  config: ModelConfig, temperature: float, chunk: int, hidden: Array, kernel: Array, targets: Array
+  policy: Policy, temperature: float, chunk: int, hidden: Array, kernel: Array, targets: Array
 ) -> TokenStats:
   """`TokenStats` of `targets` under softmax(logits(hidden @ kernel) / temperature).
 
   The backward pass forms each chunk of logits once more instead of storing it.
 
   Args:
-    config: soft-cap and vocabulary limit.
+    policy: its soft-cap, vocabulary limit and mesh.
     temperature: of the softmax.
     chunk: positions at a time; the last chunk may be shorter.
     hidden: [R, T, D].
-    kernel: [D, V].
+    kernel: [D, V], multiplied in hidden's dtype; its gradient comes in its own.
     targets: int32 [R, T].
   """
+  compute = _gathered(policy, kernel, hidden.dtype)
 
   def one(_, inputs):
-    return None, _stats(_logits(config, temperature, inputs[0], kernel), inputs[1])
+    h, t = inputs
+    logits = _finish(policy, temperature, _project(policy, h, compute))
+    logz = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logp = logits - logz
+    probs = jnp.exp(logp)
+    return None, TokenStats(_at(logp, t), -jnp.sum(probs * logp, axis=-1), jnp.sum(jnp.square(probs), axis=-1))
 
   _, stats = jax.lax.scan(one, None, _split((hidden, targets), chunk))
   return TokenStats(*(_join(x, hidden.shape[1]) for x in stats))
 
 
-def _logits(config: ModelConfig, temperature: float, hidden: Array, kernel: Array) -> Array:
-  return finish_logits(jnp.dot(hidden, kernel, preferred_element_type=jnp.float32), config) / temperature
+def _forward(policy, temperature, chunk, hidden, kernel, targets):
+  return token_stats(policy, temperature, chunk, hidden, kernel, targets), (hidden, kernel, targets)
 
 
-def _stats(logits: Array, targets: Array) -> TokenStats:
-  logz = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  logp = logits - logz
-  probs = jnp.exp(logp)
-  picked = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-  return TokenStats(picked, -jnp.sum(probs * logp, axis=-1), jnp.sum(jnp.square(probs), axis=-1))
+def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotangents: TokenStats):
+  hidden, kernel, targets = residuals
+  compute = _gathered(policy, kernel, hidden.dtype)
+  ways = _row_ways(policy.mesh, hidden.shape[0])
+
+  def one(dkernel, inputs):
+    h, t, g = inputs
+
+    def picked(raw):
+      logits = _finish(policy, temperature, raw)
+      return _at(logits, t) - jax.nn.logsumexp(logits, axis=-1)
+
+    (draw,) = jax.vjp(picked, _project(policy, h, compute))[1](g)
+    draw = draw.astype(h.dtype)
+    by_device = lambda x: x.reshape(ways, -1, *x.shape[1:])
+    added = jnp.einsum("wrtd,wrtv->wdv", by_device(h), by_device(draw), preferred_element_type=jnp.float32)
+    return constrain(dkernel + added, policy.mesh, ROWS, None, "tensor"), jnp.dot(draw, compute.T)
+
+  # One sum per group of rows that a device holds, so that devices exchange gradients once and not for every chunk.
+  start = constrain(jnp.zeros((ways, *kernel.shape), jnp.float32), policy.mesh, ROWS, None, "tensor")
+  dkernel, dhidden = jax.lax.scan(one, start, _split((hidden, targets, cotangents.logprobs), chunk))
+  return _join(dhidden, hidden.shape[1]), jnp.sum(dkernel, axis=0).astype(kernel.dtype), None
+
+
+token_stats.defvjp(_forward, _backward)
+
+
+def _gathered(policy: Policy, kernel: Array, dtype: jnp.dtype) -> Array:
+  return constrain(kernel.astype(dtype), policy.mesh, None, "tensor")
+
+
+def _project(policy: Policy, hidden: Array, kernel: Array) -> Array:
+  logits = jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
+  return constrain(logits, policy.mesh, ROWS, None, "tensor")
+
+
+def _finish(policy: Policy, temperature: float, logits: Array) -> Array:
+  return finish_logits(logits, policy.config) / temperature
+
+
+def _at(values: Array, targets: Array) -> Array:
+  """values[..., targets]; a masked sum, because a gather would collect a vocabulary that is split over devices."""
+  ids = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+  return jnp.sum(jnp.where(ids == targets[..., None], values, 0.0), axis=-1)
+
+
+def _row_ways(mesh: Mesh | None, rows: int) -> int:
+  """Into how many parts the mesh splits the rows."""
+  ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.axis_names)
+  return ways if rows % ways == 0 else 1
 
 
 def _split(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
@@ -110,30 +163,3 @@ def _split(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
 def _join(x: Array, length: int) -> Array:
   x = x.swapaxes(0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
-
-
-def _forward(config, temperature, chunk, hidden, kernel, targets):
-  return token_stats(config, temperature, chunk, hidden, kernel, targets), (hidden, kernel, targets)
-
-
-def _backward(config, temperature, chunk, residuals, cotangents: TokenStats):
-  hidden, kernel, targets = residuals
-
-  def one(dkernel, inputs):
-    h, t, g = inputs
-    logp = lambda h, kernel: _picked(_logits(config, temperature, h, kernel), t)
-    _, pull = jax.vjp(logp, h, kernel)
-    dh, dk = pull(g)
-    return dkernel + dk.astype(jnp.float32), dh
-
-  start = jnp.zeros(kernel.shape, jnp.float32)
-  dkernel, dhidden = jax.lax.scan(one, start, _split((hidden, targets, cotangents.logprobs), chunk))
-  return _join(dhidden, hidden.shape[1]), dkernel.astype(kernel.dtype), None
-
-
-def _picked(logits: Array, targets: Array) -> Array:
-  picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  return picked - jax.nn.logsumexp(logits, axis=-1)
-
-
-token_stats.defvjp(_forward, _backward)

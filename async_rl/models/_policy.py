@@ -306,13 +306,14 @@ def unstack_layers(params: Params) -> Params:
   return {**params, "layers": _as_list(params["layers"], depth)}
 
 
-def sampler_params(policy: Policy, params: Params) -> Params:
-  """The learner's parameters as the sampler wants them: layers unstacked, matrices in the compute dtype.
+def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:
+  """The policy with the rows of its table beyond a tokenizer's vocabulary marked as padding.
 
-  Norm weights and biases stay float32, so both sides compute with the same numbers.
+  Raises:
+    ValueError: if the tokenizer has more tokens than the table has rows.
   """
-  cast = lambda x: x.astype(policy.dtype) if x.ndim > 1 else x
-  return jax.tree.map(cast, unstack_layers(params))
+  limit = min(vocab_size, policy.config.vocab_limit or vocab_size)
+  return dataclasses.replace(policy, config=dataclasses.replace(policy.config, vocab_limit=limit))
 
 
 def _as_list(layers: Any, depth: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,9 @@ RULES: Sequence[tuple[str, PartitionSpec]] = (
   (r"(o|down)/kernel$", PartitionSpec("tensor", "fsdp")),
   (r"scale$", PartitionSpec()),
 )
+
+#: Mesh axes over which rows (sequences, slots) are split.
+ROWS = ("data", "fsdp")
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -54,8 +58,20 @@ def param_shardings(params: Any, mesh: Mesh, rules: Sequence[tuple[str, Partitio
     rules: ordered (regular expression, spec of one layer) pairs.
   """
 
-  def sharding(leaf, spec):
-    fits = [a if a in mesh.axis_names and size % mesh.shape[a] == 0 else None for a, size in zip(spec, leaf.shape)]
-    return NamedSharding(mesh, PartitionSpec(*fits))
+  return jax.tree.map(lambda leaf, spec: fit_sharding(mesh, spec, leaf.shape), params, param_specs(params, rules))
 
-  return jax.tree.map(sharding, params, param_specs(params, rules))
+
+def fit_sharding(mesh: Mesh, spec: Sequence[str | tuple[str, ...] | None], shape: Sequence[int]) -> NamedSharding:
+  """`spec` on `mesh`, less the axes that the mesh lacks or that do not divide their dimension."""
+
+  def fit(entry, size):
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    axes = tuple(axis for axis in axes if axis in mesh.axis_names)
+    return axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
+
+  return NamedSharding(mesh, PartitionSpec(*(fit(entry, size) for entry, size in zip(spec, shape, strict=False))))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *spec: str | tuple[str, ...] | None) -> jax.Array:
+  """Asks the compiler to lay x out as `spec` on `mesh`; dimensions beyond `spec` are whole."""
+  return x if mesh is None else jax.lax.with_sharding_constraint(x, fit_sharding(mesh, spec, x.shape))
