@@ -24,9 +24,10 @@ from async_rl.losses._advantages import subtract_baseline
 from async_rl.losses._aggregation import divide_or_zero
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import check_rows
+from async_rl.losses._ratios import clamped_exp
 
 
-def _log_weight(log_weights: ArrayLike, code_cap: float | None) -> jax.Array:
+def _log_square(log_weights: ArrayLike, code_cap: float | None) -> jax.Array:
   """log of w², or of the released code's w² · min(w, cap)²."""
   log_weights = jnp.asarray(log_weights, jnp.float32)
   return 2.0 * (log_weights if code_cap is None else log_weights + jnp.minimum(log_weights, jnp.log(code_cap)))
@@ -59,7 +60,7 @@ def opob_advantages(
   Array([ 0.5, -0.5], dtype=float32)
   """
   check_rows(rewards, groups=groups, log_weights=log_weights, squared_norms=squared_norms)
-  logits = _log_weight(log_weights, code_cap) + jnp.log(jnp.asarray(squared_norms, jnp.float32))
+  logits = _log_square(log_weights, code_cap) + jnp.log(jnp.asarray(squared_norms, jnp.float32))
   return subtract_baseline(rewards, groups, num_groups, logits, normalize_std)
 
 
@@ -107,57 +108,70 @@ class OpobGradient(NamedTuple):
   """Result of `opob_gradient`.
 
   Attributes:
-    gradient: tree, float32, −Σ_i coefficient_i A_i ∇ log π(τ_i): a numerator, to be divided by the number of sequences.
+    gradient: tree, float32, −Σ_i min(w_i, cap) scale_i A_i ∇log π(τ_i): a numerator, to be divided by the number of
+      sequences.
     advantages: float32 [B], A_i = R_i − b* of its group (divided by the std where asked).
     squared_norms: float32 [B], the exact n_i².
+    log_weights: float32 [B], as *score* gave them.
   """
 
   gradient: Any
   advantages: jax.Array
   squared_norms: jax.Array
+  log_weights: jax.Array
 
 
 class _Carry(NamedTuple):
-  """Scan state: both gradient-sized buffers and a running log-sum-exp of the open group."""
+  """Scan state: both gradient-sized buffers, and the open group's baseline as a running weighted mean in log space."""
 
-  gradient: Any  # finished: −Σ c A g, where the open group's share still lacks its baseline
+  gradient: Any  # −Σ c A g; the open group's part still lacks its baseline
   scores: Any  # Σ c g of the open group
   top: jax.Array  # float32 [], largest log(w² n²) of the open group
   weight: jax.Array  # float32 [], Σ w² n² / exp(top)
   reward: jax.Array  # float32 [], Σ w² n² R / exp(top)
 
 
+class _Row(NamedTuple):
+  """What the scan needs of a trajectory besides itself, float32 []."""
+
+  reward: jax.Array  # above the least of its group
+  mean: jax.Array  # of these over the group: the baseline where no weight is left
+  factor: jax.Array  # scale / std
+
+
 def opob_gradient(
-  score: Callable[[Any], Any],
+  score: Callable[[Any], tuple[jax.Array, Any]],
   trajectories: Any,
   rewards: ArrayLike,
   groups: ArrayLike,
   num_groups: int,
   *,
-  log_weights: ArrayLike,
-  coefficients: ArrayLike,
+  scale: ArrayLike,
+  cap: float = 8.0,
   normalize_std: bool = False,
   code_cap: float | None = None,
   squared_norm: Callable[[Any], jax.Array] = tree_squared_norm,
 ) -> OpobGradient:
-  """The policy gradient under the exact OPOB baseline, from one backward pass per trajectory.
+  """The `sequence_tis` gradient under the exact OPOB baseline, from one backward pass per trajectory.
 
-  The gradient is linear in the advantage, so the baseline need not be known beforehand: each trajectory's score adds
-  R_i c_i g_i to one gradient-sized buffer and c_i g_i to another, and when its group ends b* times the second is
-  subtracted.
+  The gradient is linear in the advantage, so neither the norms nor the weights need be known beforehand: each
+  trajectory's score g_i adds R_i c_i g_i to one gradient-sized buffer and c_i g_i to another, and when its group ends
+  b* times the second is subtracted.
 
   Under `jit` the parameters may be sharded in any way. To process one trajectory per data shard at a time, call it
-  inside `jax.shard_map` (``check_vma=False``) with whole groups on each shard, give a *squared_norm* that also sums
-  over the mesh axes which shard the parameters, and `psum` the gradient over the data axis.
+  inside `jax.shard_map` with whole groups on each shard, on parameters that are marked as varying over the data axis
+  (`jax.lax.pcast`; otherwise JAX sums their gradient over the shards), with a *squared_norm* that also sums over the
+  mesh axes which shard the parameters, and `psum` the resulting gradient over the data axis.
 
   Args:
-    score: maps one trajectory to ∇_θ log π_θ(τ) = ∇ Σ_t log π, a tree like the parameters (advantage 1, no weight).
+    score: maps one trajectory to its raw log-weight Σ_t (log π_θ − log μ) and the gradient of that, which is
+      ∇log π_θ(τ), a tree like the parameters: `jax.value_and_grad` of the log-weight.
     trajectories: tree of arrays with leading axis B; *score* sees it without that axis.
     rewards: [B], raw.
     groups: int [B], any order.
     num_groups: static number of groups.
-    log_weights: [B] sequence log-weights of the current policy, raw (untruncated).
-    coefficients: [B] factor of each score in the loss: min(w, 8)/L_i for VCPO, whose aggregation is `sequence_mean`.
+    scale: [B] factor of each sequence in the loss: 1/L_i for VCPO, whose aggregation is `sequence_mean`.
+    cap: truncation of the sequence weight in the loss (not in the baseline).
     normalize_std: as in `opob_advantages`.
     code_cap: as in `opob_advantages`.
     squared_norm: squared norm of a gradient tree over all of its shards.
@@ -165,46 +179,35 @@ def opob_gradient(
   Returns:
     `OpobGradient`.
   """
-  check_rows(rewards, groups=groups, log_weights=log_weights, coefficients=coefficients)
+  check_rows(rewards, groups=groups, scale=scale)
   order = jnp.argsort(groups, stable=True)
   sorted_groups = jnp.asarray(groups)[order]
   closes = jnp.append(sorted_groups[1:] != sorted_groups[:-1], True)
-  shifted = above_group_minimum(rewards, groups, num_groups)
-  sizes = of_group(jax.ops.segment_sum(jnp.ones_like(shifted), groups, num_groups), groups)
-  means = divide_or_zero(of_group(jax.ops.segment_sum(shifted, groups, num_groups), groups), sizes)
-  factors = jnp.asarray(coefficients, jnp.float32)
-  if normalize_std:
-    std = of_group(group_std(rewards, groups, num_groups), groups)
-    factors = factors / jnp.where(std > MIN_STD, std, 1.0)
-  rows = (shifted, means, factors, _log_weight(log_weights, code_cap))
+  inputs = jax.tree.map(
+    lambda x: jnp.asarray(x)[order], (trajectories, _rows(rewards, groups, num_groups, scale, normalize_std))
+  )
 
-  def body(carry: _Carry, inputs: Any) -> tuple[_Carry, jax.Array]:
-    trajectory, (reward, mean, factor, log_weight), closing = inputs
-    gradient = score(trajectory)
+  def body(carry: _Carry, inputs: Any) -> tuple[_Carry, tuple[jax.Array, jax.Array]]:
+    trajectory, row, closing = inputs
+    log_weight, gradient = score(trajectory)
     square = squared_norm(gradient)
-    log_term = log_weight + jnp.log(square)
-    top = jnp.maximum(carry.top, log_term)
-    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    decay, term = jnp.exp(carry.top - finite_top), jnp.exp(log_term - finite_top)
-    weight, weighted_reward = carry.weight * decay + term, carry.reward * decay + term * reward
-    baseline = jnp.where(closing, jnp.where(weight > 0, divide_or_zero(weighted_reward, weight), mean), 0.0)
-    open_ = jnp.where(closing, 0.0, 1.0)
+    factor = row.factor * clamped_exp(jnp.minimum(log_weight, jnp.log(cap)))
+    top, weight, reward = _add_to_mean(carry, _log_square(log_weight, code_cap) + jnp.log(square), row.reward)
+    baseline = jnp.where(closing, jnp.where(weight > 0, divide_or_zero(reward, weight), row.mean), 0.0)
     scores = jax.tree.map(lambda s, g: s + factor * g, carry.scores, gradient)
-    total = jax.tree.map(lambda t, s, g: t - factor * reward * g + baseline * s, carry.gradient, scores, gradient)
-    return _Carry(
-      total,
-      jax.tree.map(lambda s: open_ * s, scores),
-      jnp.where(closing, -jnp.inf, top),
-      open_ * weight,
-      open_ * weighted_reward,
-    ), square
+    total = jax.tree.map(lambda t, s, g: t - factor * row.reward * g + baseline * s, carry.gradient, scores, gradient)
+    still = jnp.where(closing, 0.0, 1.0)
+    scores = jax.tree.map(lambda s: still * s, scores)
+    top = jnp.where(closing, -jnp.inf, top)
+    return _Carry(total, scores, top, still * weight, still * reward), (square, log_weight)
 
-  inputs = jax.tree.map(lambda x: jnp.asarray(x)[order], (trajectories, rows))
-  shapes = jax.eval_shape(score, jax.tree.map(lambda x: x[0], inputs[0]))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-  zero = jnp.float32(0.0)
-  carry, squares = jax.lax.scan(body, _Carry(zeros, zeros, -jnp.inf + zero, zero, zero), (*inputs, closes))
-  squares = jnp.zeros_like(squares).at[order].set(squares)
+  # Zeros like the first step's results, so that under `shard_map` they vary over the same mesh axes.
+  first = jax.tree.map(lambda x: x[0], inputs)
+  shapes = jax.eval_shape(lambda trajectory, row: ((g := score(trajectory)[1]), squared_norm(g) * row.reward), *first)
+  zeros, zero = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), shapes)
+  start = _Carry(zeros, zeros, zero - jnp.inf, zero, zero)
+  carry, per_row = jax.lax.scan(body, start, (*inputs, closes))
+  squares, log_weights = (jnp.zeros_like(x, jnp.float32).at[order].set(x) for x in per_row)
   advantages = opob_advantages(
     rewards,
     groups,
@@ -214,4 +217,20 @@ def opob_gradient(
     normalize_std=normalize_std,
     code_cap=code_cap,
   )
-  return OpobGradient(carry.gradient, advantages, squares)
+  return OpobGradient(carry.gradient, advantages, squares, log_weights)
+
+
+def _rows(rewards: ArrayLike, groups: ArrayLike, num_groups: int, scale: ArrayLike, normalize_std: bool) -> _Row:
+  shifted = above_group_minimum(rewards, groups, num_groups)
+  sizes = of_group(jax.ops.segment_sum(jnp.ones_like(shifted), groups, num_groups), groups)
+  means = divide_or_zero(of_group(jax.ops.segment_sum(shifted, groups, num_groups), groups), sizes)
+  std = of_group(group_std(rewards, groups, num_groups), groups) if normalize_std else jnp.zeros_like(shifted)
+  return _Row(shifted, means, jnp.asarray(scale, jnp.float32) / jnp.where(std > MIN_STD, std, 1.0))
+
+
+def _add_to_mean(carry: _Carry, log_term: jax.Array, reward: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The running (top, Σ weight, Σ weight · reward) with one more term; a term of −inf adds nothing."""
+  top = jnp.maximum(carry.top, log_term)
+  finite = jnp.where(jnp.isneginf(top), 0.0, top)
+  decay, term = jnp.exp(carry.top - finite), jnp.exp(log_term - finite)
+  return top, carry.weight * decay + term, carry.reward * decay + term * reward
