@@ -45,6 +45,7 @@ class WeightStore:
     self._newest: tuple[int, Params] = (-1, None)
     self._published = -1
     self._push_seconds = 0.0
+    self._ready_at = math.inf
     self._pushing = False
     self._closed = False
     self._error: BaseException | None = None
@@ -68,22 +69,32 @@ class WeightStore:
     staged = self._prepare(params)
     self._published = version
     self._pushing = True
+    self._ready_at = math.inf
     self._thread.submit(self._push, version, staged)
 
-  def latest(self, at_least: int = 0) -> tuple[int, Params]:
+  def latest(self, at_least: int = 0, timeout: float | None = None) -> tuple[int, Params]:
     """Returns the newest version that is ready on the generation mesh, and its parameters.
 
     Args:
-      at_least: wait for this version or a later one.
+      at_least: wait for this version or a later one, for an idle sampler whose weights are used up.
+      timeout: seconds to wait for it; then an older one is returned if there is any.
 
     Raises:
       Exception: whatever a push failed with.
       Closed: if the store was closed.
+      TimeoutError: if there are no weights at all within `timeout`.
     """
     with self._changed:
-      self._changed.wait_for(lambda: self._over() or self._newest[0] >= at_least)
+      self._changed.wait_for(lambda: self._over() or self._newest[0] >= at_least, timeout)
       self._check()
+      if self._newest[0] < 0:
+        raise TimeoutError(f"no weights within {timeout} s")
       return self._newest
+
+  @property
+  def ready_at(self) -> float:
+    """When (`time.monotonic`) the learner had computed the newest weights; infinity while it still does."""
+    return self._ready_at
 
   @property
   def push_seconds(self) -> float:
@@ -101,7 +112,7 @@ class WeightStore:
   def _push(self, version: int, staged: Params) -> None:
     try:
       jax.block_until_ready(staged)
-      start = time.monotonic()
+      start = self._ready_at = time.monotonic()
       leaves, tree = jax.tree.flatten(staged)
       local = jax.tree.unflatten(tree, map(_local_copy, leaves, itertools.count()))
       params = jax.block_until_ready(jax.device_put(local, self._shardings))

@@ -130,8 +130,12 @@ def test_compiles_once():
 def test_waits_for_the_version_asked_for_and_wakes_on_close():
   meshes = make_meshes(4)
   store, _ = make_store(meshes)
+  with pytest.raises(TimeoutError):
+    store.latest(timeout=0.01)
   store.publish(3, make_params(meshes))
+  store.latest()
   results = []
+  assert store.latest(at_least=4, timeout=0.01)[0] == 3
 
   def fetch():
     try:

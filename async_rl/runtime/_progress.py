@@ -1,0 +1,61 @@
+"""How far a run is: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+import tqdm
+
+#: Metrics that are shown: label, name, format.
+_SHOWN = (
+  ("reward", "reward/mean", "{:.3f}"),
+  ("lag", "staleness/mean", "{:.1f}"),
+  ("ESS", "ess/sequence", "{:.2f}"),
+  ("tokens/s", "throughput/generated", "{:,.0f}"),
+)
+
+
+class Progress:
+  """Shows steps and the metrics that say whether all is well.
+
+  Args:
+    total: steps of the whole run.
+    start: steps done before, if it is resumed.
+    every: seconds between lines where the output is no terminal.
+    output: where to write; default is standard error.
+  """
+
+  def __init__(self, total: int, start: int = 0, *, every: float = 10.0, output: TextIO | None = None):
+    self._output = output or sys.stderr
+    self._total, self._every = total, every
+    self._last_line = -float("inf")
+    self._bar = None
+    if self._output.isatty():
+      self._bar = tqdm.tqdm(
+        total=total, initial=start, unit="step", dynamic_ncols=True, file=self._output, smoothing=0.1
+      )
+
+  def update(self, done: int, metrics: Mapping[str, float]) -> None:
+    """Shows that `done` steps are done, with the newest metrics."""
+    shown = ", ".join(f"{label} {form.format(metrics[name])}" for label, name, form in _SHOWN if name in metrics)
+    if self._bar is not None:
+      self._bar.set_postfix_str(shown, refresh=False)
+      self._bar.update(done - self._bar.n)
+    elif done == self._total or time.monotonic() - self._last_line >= self._every:
+      self._last_line = time.monotonic()
+      self.note(f"step {done}/{self._total}: {shown}")
+
+  def note(self, text: str) -> None:
+    """Writes a line, above the bar if there is one."""
+    if self._bar is not None:
+      self._bar.write(text, file=self._output)
+    else:
+      print(text, file=self._output, flush=True)
+
+  def close(self) -> None:
+    """Leaves the bar as it is."""
+    if self._bar is not None:
+      self._bar.close()
