@@ -44,8 +44,8 @@ def control_alignment(
 
   - :math:`c \le \mathrm{low}`: g is kept;
   - between: :math:`g \leftarrow g - (1 - \kappa) \frac{\langle g, h \rangle}{\lVert h \rVert^2} h`;
-  - :math:`c \ge \mathrm{high}`: the step is skipped. The updates are zero and `inner` is not called, so its moments and
-    counters stay as they are. (Zeros handed to Adam are no skip: its moments would decay and still move the weights.)
+  - :math:`c \ge \mathrm{high}`: the step is skipped. The updates are zero, and the state of `inner`, moments and
+    counters, stays as it was. (Zeros handed to Adam are no skip: its moments would decay and still move the weights.)
 
   A gradient without a finite float32 norm is skipped too, and leaves the reference alone. On the first step and where
   a norm is zero, there is no cosine (it is reported as 0) and g is kept.
@@ -108,9 +108,6 @@ def control_alignment(
     }[kappa]()
     return jnp.where(cosine > low, share, 1.0)
 
-  def stored(gradient: optax.Updates, like: optax.Updates) -> optax.Updates:
-    return jax.tree.map(lambda g, h: g.astype(h.dtype), gradient, like)
-
   def init(params: optax.Params) -> ControlAlignmentState:
     return ControlAlignmentState(
       alignment_cosine=jnp.zeros([], jnp.float32),
@@ -128,33 +125,28 @@ def control_alignment(
     products = _statistics.gradient_products(updates, previous)
     skipped = ~products.finite | (products.defined & (products.cosine >= high))
     subtracted = (1.0 - kept_share(products.cosine)) * products.projection
-
-    def step() -> tuple[optax.Updates, optax.Updates, optax.OptState]:
-      projected = jax.tree.map(
-        lambda g, h: (g.astype(jnp.float32) - subtracted * h.astype(jnp.float32)).astype(g.dtype), updates, previous
-      )
-      new_updates, inner_state = inner.update(projected, state.inner_state, params, **extra_args)
-      return (
-        jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates),
-        stored(updates if reference == "raw" else projected, previous),
-        inner_state,
-      )
-
-    def skip() -> tuple[optax.Updates, optax.Updates, optax.OptState]:
-      kept = previous
-      if refresh_on_skip:
-        kept = jax.tree.map(lambda g, h: jnp.where(products.finite, g, h), stored(updates, previous), previous)
-      return optax.tree.zeros_like(updates), kept, state.inner_state
-
-    # Everything gradient-sized happens inside the branches, where it fuses with what `inner` does.
-    new_updates, new_reference, inner_state = jax.lax.cond(skipped, skip, step)
+    projected = jax.tree.map(
+      lambda g, h: (g.astype(jnp.float32) - subtracted * h.astype(jnp.float32)).astype(g.dtype), updates, previous
+    )
+    new_updates, inner_state = inner.update(projected, state.inner_state, params, **extra_args)
+    # Selecting leaf by leaf fuses into the kernels of `inner` and runs in place. Branches of a `lax.cond` would not,
+    # and would hold a second copy of all that they return.
+    new_updates = jax.tree.map(lambda u, g: jnp.where(skipped, 0.0, u).astype(g.dtype), new_updates, updates)
+    inner_state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state.inner_state, inner_state)
+    keeps = ~products.finite if refresh_on_skip else skipped
+    reference_gradient = jax.tree.map(
+      lambda g, p, h: jnp.where(keeps, h, (g if reference == "raw" else jnp.where(skipped, g, p)).astype(h.dtype)),
+      updates,
+      projected,
+      previous,
+    )
     regime = jnp.where(skipped, SKIPPED, jnp.where(products.cosine > low, PROJECTED, KEPT)).astype(jnp.int32)
     return new_updates, ControlAlignmentState(
       alignment_cosine=products.cosine,
       alignment_norm=jnp.where(products.finite, products.norm, state.alignment_norm),
       alignment_regime=regime,
       skip_count=jnp.where(skipped, optax.safe_increment(state.skip_count), state.skip_count),
-      reference_gradient=new_reference,
+      reference_gradient=reference_gradient,
       inner_state=inner_state,
     )
 

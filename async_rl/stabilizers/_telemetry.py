@@ -140,10 +140,8 @@ def track_cosine(storage_dtype: DTypeLike | None = None) -> optax.GradientTransf
   ) -> tuple[optax.Updates, TrackCosineState]:
     del params, extra_args
     products = _statistics.gradient_products(updates, state.previous_gradient)
-    previous = jax.lax.cond(
-      products.finite,
-      lambda: jax.tree.map(lambda g, h: g.astype(h.dtype), updates, state.previous_gradient),
-      lambda: state.previous_gradient,
+    previous = jax.tree.map(
+      lambda g, h: jnp.where(products.finite, g.astype(h.dtype), h), updates, state.previous_gradient
     )
     return updates, TrackCosineState(products.cosine, previous)
 

@@ -177,6 +177,20 @@ def test_skip_freezes_what_a_skipped_step_would_have_seen_next():
   assert_equal_trees(with_skip, train(adam, [gradients[0], *gradients[2:]]))
 
 
+def test_a_skip_does_not_advance_random_keys_or_schedules():
+  inner = optax.chain(optax.add_noise(0.1, 0.9, key=0), optax.sgd(lambda count: 0.1 / (1 + count)))
+  optimizer = stabilizers.control_alignment(inner, LOW, HIGH)
+  _, state = optimizer.update(jnp.array([3.0, 4.0]), optimizer.init(jnp.zeros(2)))
+  _, skipped = optimizer.update(jnp.array([3.0, 4.0]), state)
+  _, kept = optimizer.update(jnp.array([-3.0, 4.0]), state)
+  data = lambda state: jax.random.key_data(optax.tree.get(state, "rng_key"))
+  assert int(skipped.skip_count) == 1
+  np.testing.assert_array_equal(data(skipped), data(state))
+  assert np.any(data(kept) != data(state))
+  counts = [[int(count) for _, count in optax.tree.get_all_with_path(s, "count")] for s in (state, skipped, kept)]
+  assert counts == [[1, 1], [1, 1], [2, 2]]
+
+
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, 1e30])  # the last one's square is not a float32
 def test_gradient_without_a_finite_norm_is_skipped_and_forgotten(bad):
   params = jnp.array([1.0, 2.0])
