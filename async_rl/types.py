@@ -18,13 +18,18 @@ which drew it; its *lag* is the learner's version minus that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
   import jax
   import optax
+
+#: A `jax.Array` on the devices, a numpy array on the host.
+Array = Any
 
 #: The version written on tokens that no policy drew (prompt and padding); never trained.
 NO_VERSION = -1
@@ -125,18 +130,18 @@ class Batch(NamedTuple):
     truncated: bool [B], True where the completion hit the length limit.
   """
 
-  tokens: jax.Array | np.ndarray
-  segments: jax.Array | np.ndarray
-  positions: jax.Array | np.ndarray
-  used: jax.Array | np.ndarray
-  index: jax.Array | np.ndarray
-  micro: jax.Array | np.ndarray
-  mask: jax.Array | np.ndarray
-  logprobs: jax.Array | np.ndarray
-  versions: jax.Array | np.ndarray
-  rewards: jax.Array | np.ndarray
-  groups: jax.Array | np.ndarray
-  truncated: jax.Array | np.ndarray
+  tokens: Array
+  segments: Array
+  positions: Array
+  used: Array
+  index: Array
+  micro: Array
+  mask: Array
+  logprobs: Array
+  versions: Array
+  rewards: Array
+  groups: Array
+  truncated: Array
 
 
 class TrainState(NamedTuple):

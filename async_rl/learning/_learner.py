@@ -113,7 +113,7 @@ class Learner:
     self.state_shardings = self._shardings(replicated)
     self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
 
-  def _shardings(self, replicated: NamedSharding) -> TrainState:
+  def _shardings(self, replicated: Any) -> TrainState:
     """Parameters by the rules; whatever mirrors them in the optimizer's state likewise; the rest replicated."""
     params = self.policy.abstract()
     param_shardings = models.param_shardings(params, self.mesh)
@@ -155,7 +155,7 @@ class Learner:
 
   def compilations(self) -> int:
     """How many programs the step has been compiled to; 1 after the first call, and it should stay so."""
-    return self._step._cache_size()
+    return self._step._cache_size()  # type: ignore[attr-defined]
 
   # What is jitted.
 

@@ -84,7 +84,7 @@ def batch_metrics(
     "response/length_mean": mean(tokens, rows),
     "response/length_max": jnp.max(tokens).astype(jnp.float32),
     "response/truncated": jnp.mean(batch.truncated.astype(jnp.float32)),
-    "tokens/trained": jnp.sum(mask, dtype=jnp.float32),
+    "tokens/trained": jnp.sum(collected.keep & mask, dtype=jnp.float32),
     "tokens/fill": _fill(batch),
   }
 

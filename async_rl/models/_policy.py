@@ -175,9 +175,7 @@ class Policy:
     """As `hidden`, and also the keys and values of every layer, each [B, N, T, d]."""
     return self._run(params, tokens, positions, lambda window: self._attend_rows(segments, window, keep=True))
 
-  def decode(
-    self, params: Params, tokens: Array, positions: Array, cache: Cache, *, length: int | None = None
-  ) -> tuple[Array, Cache]:
+  def decode(self, params: Params, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
     """One step of every row: puts token b at `positions[b]` and attends to all up to it.
 
     Args:
@@ -185,7 +183,6 @@ class Policy:
       tokens: int32 [B].
       positions: int32 [B], < S.
       cache: of L layers, each [B, N, S, d].
-      length: attend to the first `length` cache positions only, which cost less than all S; `None`: all.
 
     Returns:
       hidden states [B, D] that predict the next token, and the cache with this token in it.
@@ -196,10 +193,8 @@ class Policy:
     def attend(kv, window, q, k, v):
       kv = tuple(old.at[rows, :, positions].set(new.astype(old.dtype)) for old, new in zip(kv, (k, v), strict=True))
       out = _attention.cache_attention(
-        q, *(x[:, :, :length] for x in kv), positions, window,
-        scale=self._scale,
-        softcap=self.config.attention_softcap,
-      )  # fmt: skip
+        q, *kv, positions, window, scale=self._scale, softcap=self.config.attention_softcap
+      )
       return out, kv
 
     ends = self._ends(params)

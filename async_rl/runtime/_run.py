@@ -1,0 +1,360 @@
+"""The loop: three ways to run the same parts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import signal
+import threading
+import time
+from typing import Any
+from typing import NamedTuple
+
+import jax
+
+from async_rl import learning
+from async_rl import tasks
+from async_rl.runtime._actor import Actor
+from async_rl.runtime._buffer import EndOfData
+from async_rl.runtime._buffer import RolloutBuffer
+from async_rl.runtime._checkpoint import Checkpointer
+from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._ledger import Ledger
+from async_rl.runtime._metrics import MetricsBuffer
+from async_rl.runtime._metrics import MetricsWriter
+from async_rl.runtime._metrics import staleness_histogram
+from async_rl.runtime._parts import Parts
+from async_rl.runtime._parts import evaluate
+from async_rl.runtime._progress import Progress
+from async_rl.runtime._records import drawn_tokens
+from async_rl.runtime._report import write_report
+from async_rl.runtime._run_folder import RunFolder
+from async_rl.runtime._schedule import LagDistribution
+from async_rl.runtime._schedule import ScheduleRecorder
+from async_rl.runtime._schedule import read_schedule
+from async_rl.types import Group
+from async_rl.types import TrainState
+
+#: Options that may change when a run is resumed.
+_MAY_CHANGE = frozenset(
+  {"run_dir", "steps", "eval_every", "checkpoint_every", "keep", "wandb", "overwrite", "reward_workers"}
+)
+#: Seconds between two looks for a signal while the learner waits.
+_PATIENCE = 1.0
+
+
+class Interrupted(Exception):
+  """SIGTERM or SIGINT arrived; the run was saved."""
+
+
+class Summary(NamedTuple):
+  """How a run ended.
+
+  Attributes:
+    folder: where everything lies.
+    version: optimizer steps done.
+    accuracy: held-out accuracy at the end, `None` without evaluation.
+    accuracy_before: the same before the first step.
+    ended_early: the data ended before the steps did.
+  """
+
+  folder: RunFolder
+  version: int
+  accuracy: float | None
+  accuracy_before: float | None
+  ended_early: bool
+
+
+def fingerprint(experiment: Experiment) -> dict[str, Any]:
+  """The options that make two runs the same."""
+  options = dataclasses.asdict(experiment)
+  return {"config": experiment.name, **{k: v for k, v in options.items() if k not in _MAY_CHANGE}}
+
+
+def train(experiment: Experiment) -> Summary:
+  """Runs an experiment to its end, or resumes it where its folder's newest checkpoint stands.
+
+  Raises:
+    RunFolderError, CheckpointError: with one sentence for the user, before anything is computed.
+    Interrupted: after a checkpoint, if SIGTERM or SIGINT arrived.
+    Exception: whatever a thread failed with.
+  """
+  text = json.dumps({"config": experiment.name, **dataclasses.asdict(experiment)}, indent=2) + "\n"
+  folder = RunFolder.open(experiment.run_dir, text, fingerprint(experiment), overwrite=experiment.overwrite)
+  with tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout) as rewards:
+    return _Run(experiment, folder, rewards).train()
+
+
+class _Run:
+  """One run in progress. Everything but the actor thread's calls happens in the caller's thread."""
+
+  def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool):
+    self.experiment, self.folder, self.rewards = experiment, folder, rewards
+    self.parts = Parts(experiment)
+    model = {"model": dataclasses.asdict(self.parts.policy.config)}
+    self.checkpoints = Checkpointer(folder.checkpoints, keep=experiment.keep, fingerprint=model)
+    self.ledger = Ledger()
+    self.buffer = RolloutBuffer(
+      experiment.groups, experiment.lag_bound, steps=experiment.steps, limit=self.parts.num_tickets
+    )
+    self.store = self.parts.make_store()
+    self.assigned: dict[int, list[int]] = {}  # simulated: tickets of batches still to be trained, by step
+    self.accuracy: dict[int, float] = {}  # held-out accuracy by version
+    self.wanted = threading.Event()  # a signal asked for the end
+    self.state: TrainState
+    self.version = 0
+    self.started = time.monotonic()
+    self.last: dict[str, float] = collections.defaultdict(float)  # running totals at the step before
+
+  # Life.
+
+  def train(self) -> Summary:
+    e = self.experiment
+    host = self._restore()
+    self.recorder = ScheduleRecorder(self.folder.schedule, host["schedule"] if host else 0)
+    self.actor = Actor(self.parts, self.buffer, self.rewards, self.ledger, self.recorder)
+    self.writer = MetricsWriter(self.folder, resume_step=self.version, wandb=e.wandb, config=dataclasses.asdict(e))
+    self.pending = MetricsBuffer()
+    self.progress = Progress(e.steps, self.version)
+    if host:
+      self._restore_host(host)
+    else:
+      self._save()
+    restore_signals = self._catch_signals()
+    try:
+      self._evaluate()
+      ended_early = self._drive()
+    except BaseException as error:
+      self.buffer.close(error)
+      raise
+    finally:
+      restore_signals()
+      self._close()
+    write_report(self.folder)
+    versions = sorted(self.accuracy)
+    last, first = (self.accuracy[versions[-1]], self.accuracy[versions[0]]) if versions else (None, None)
+    return Summary(self.folder, self.version, last, first, ended_early)
+
+  def _drive(self) -> bool:
+    ways = {"async": self._side_by_side, "sync": self._in_turn, "simulated": self._in_turn}
+    way = ways[self.experiment.mode]
+    if self.experiment.mode == "simulated" and self.experiment.lag not in ("fixed", "uniform", "heavy"):
+      way = self._replay
+    ended_early = False
+    try:
+      way()
+    except EndOfData:
+      ended_early = self.version < self.experiment.steps
+    self._flush_metrics()
+    self._evaluate()
+    self._save()
+    return ended_early
+
+  def _close(self) -> None:
+    self.buffer.close()
+    self.progress.close()
+    self.writer.close()
+    self.recorder.close()
+    self.checkpoints.close()
+    self.store.close()
+
+  # Three ways to run.
+
+  def _side_by_side(self) -> None:
+    """The actor samples in a thread of its own while the learner steps here."""
+    self.store.publish(self.version, self.state.params)
+    thread = threading.Thread(target=self.actor.run, args=(self.store,), name="actor", daemon=True)
+    thread.start()
+    try:
+      while self.version < self.experiment.steps:
+        self._learn(self._take())
+    finally:
+      self.buffer.close()
+      thread.join()
+
+  def _in_turn(self) -> None:
+    """One thread: at each version, sample what this version feeds, then take the step."""
+    e = self.experiment
+    lags = LagDistribution(e.lag_bound, e.lag if e.mode == "simulated" else "fixed", e.seed)
+    self.store.publish(self.version, self.state.params)
+    while self.version < e.steps:
+      self.actor.set_weights(*self.store.latest(at_least=self.version))
+      for step in lags.steps_fed_by(self.version):
+        if step < e.steps and step not in self.assigned:
+          self.assigned[step] = [self._submit() for _ in range(e.groups)]
+      self.actor.drain()
+      self._learn(self._take(self.assigned.pop(self.version)))
+
+  def _submit(self) -> int:
+    """Hands the sampler one group, which must be allowed now."""
+    ticket = self.buffer.try_submit(self.actor.version)
+    if ticket is None:
+      raise EndOfData(f"the data ended after {self.version} steps")
+    self.actor.submit(ticket)
+    return ticket
+
+  def _replay(self) -> None:
+    """Repeats a recorded asynchronous run, event by event."""
+    e = self.experiment
+    events = list(read_schedule(e.lag))
+    needed = [event[1] for event in events if event[0] == "weights"]
+    kept: dict[int, Any] = {}
+    self.store.publish(self.version, self.state.params)
+    for kind, *details in events:
+      if self.version == e.steps:
+        return
+      match kind:
+        case "weights":
+          self.actor.set_weights(details[0], kept.pop(details[0]))
+          needed.remove(details[0])
+        case "submit":
+          if self._submit() != details[0]:
+            raise ValueError(
+              f"{e.lag} submits group {details[0]} out of turn; it is not a schedule of this experiment."
+            )
+        case "chunk":
+          self.actor.advance()
+        case "train":
+          self._learn(self._take(details[1]))
+      if self.version in needed and self.version not in kept:
+        kept[self.version] = self.store.latest(at_least=self.version)[1]
+
+  # Parts of a step.
+
+  def _take(self, tickets: list[int] | None = None) -> list[Group]:
+    while True:
+      if self.wanted.is_set():
+        self._flush_metrics()
+        self._save()
+        self.checkpoints.wait()
+        raise Interrupted(f"stopped by a signal after step {self.version}; the same command resumes it")
+      try:
+        groups = self.buffer.take(self.version, timeout=_PATIENCE, tickets=tickets)
+      except TimeoutError:
+        if tickets is not None:
+          self.actor.drain()  # a replay may be ahead of a reward
+        continue
+      self.recorder.record("train", self.version, [g.request.ticket for g in groups])
+      return groups
+
+  def _learn(self, groups: list[Group]) -> None:
+    learner, e = self.parts.learner, self.experiment
+    batch = learner.put(learning.pack(groups, learner.shape))
+    self.state, metrics = learner.step(self.state, batch)
+    self.version += 1
+    if self.version < e.steps:
+      self.store.publish(self.version, self.state.params)
+    self._log(metrics, groups)
+    if e.eval_every and self.version % e.eval_every == 0 and self.version < e.steps:
+      self._evaluate()
+    if e.checkpoint_every and self.version % e.checkpoint_every == 0 and self.version < e.steps:
+      self._save()
+
+  def _log(self, metrics: dict[str, jax.Array], groups: list[Group]) -> None:
+    """Queues this step's metrics and writes the previous step's, which are surely computed."""
+    host = self._host_metrics(groups)
+    self._write(self.pending.push(self.version, {**metrics, "ledger/drawn": sum(map(drawn_tokens, groups))}, host))
+
+  def _flush_metrics(self) -> None:
+    self._write(self.pending.flush())
+
+  def _write(self, finished: tuple[int, dict[str, float]] | None) -> None:
+    if finished is None:
+      return
+    step, values = finished
+    drawn, trained = int(values.pop("ledger/drawn")), int(values["tokens/trained"])
+    self.ledger.trained(trained, {"rejected": drawn - trained} if drawn > trained else None)
+    self.writer.write(step, values)
+    self.progress.update(step, values)
+
+  def _host_metrics(self, groups: list[Group]) -> dict[str, Any]:
+    """Times, rates and queues since the step before."""
+    counters, waited = self.parts.engine.counters, self.buffer.waited()
+    now = {
+      "time": time.monotonic(),
+      "generated": float(counters.tokens),
+      "slot_steps": float(counters.slot_steps),
+      "learner": waited["learner"],
+      "sampler": waited["sampler"],
+    }
+    if not self.last:
+      self.last.update(now, time=self.started)
+    change = {name: value - self.last[name] for name, value in now.items()}
+    self.last.update(now)
+    seconds = max(change["time"], 1e-9)
+    counts = self.buffer.counts()
+    return {
+      "staleness/histogram": staleness_histogram(groups, self.version - 1, self.experiment.lag_bound),
+      "time/step": seconds,
+      "time/weight_push": self.store.push_seconds,
+      "idle/learner": min(1.0, change["learner"] / seconds),
+      "idle/generator": min(1.0, change["sampler"] / seconds),
+      "throughput/generated": change["generated"] / seconds,
+      "throughput/trained": sum(map(drawn_tokens, groups)) / seconds,
+      "sampler/occupancy": change["generated"] / max(change["slot_steps"], 1.0),
+      "queue/pending": counts["pending"],
+      "queue/complete": counts["complete"],
+      "reward/failures": sum(self.rewards.failures.values()),
+      "groups/failed": counts["failed"],
+    }
+
+  def _evaluate(self) -> None:
+    """Held-out accuracy of the current version; the sampler goes on meanwhile."""
+    if not self.parts.held_out or self.version in self.accuracy:
+      return
+    self._flush_metrics()
+    engine = self.parts.evaluator
+    engine.set_weights(self.state.params, self.version)
+    found = evaluate(self.parts, engine, self.parts.held_out, self.rewards)
+    self.accuracy[self.version] = found["accuracy"]
+    self.writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
+    self.progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}")
+
+  # Checkpoints.
+
+  def _restore(self) -> dict[str, Any] | None:
+    """Sets state and version from the newest checkpoint, or afresh."""
+    if self.checkpoints.latest_step is not None:
+      self.state, host = self.checkpoints.restore(self.parts.learner.abstract())
+      self.version = int(self.state.version)
+      return host
+    params = self.experiment.start(self.parts)
+    learner = self.parts.learner
+    if params is None:
+      self.state = learner.init(jax.random.key(self.experiment.seed))
+    else:
+      self.state = learner.from_params(params)
+    return None
+
+  def _restore_host(self, host: dict[str, Any]) -> None:
+    self.buffer.restore(host["buffer"], self.parts.prompts, host["actor"]["tickets"].tolist())
+    saved = sum(map(drawn_tokens, self.buffer.groups()))
+    self.actor.restore(host["actor"])
+    self.ledger.restore(host["ledger"], saved + self.actor.held_tokens())
+    self.assigned = {int(step): tickets for step, tickets in host["assigned"].items()}
+    self.accuracy = {int(version): value for version, value in host["accuracy"].items()}
+    self.progress.note(f"resumed at step {self.version}")
+
+  def _save(self) -> None:
+    """Starts a checkpoint of the current version, the sampler paused between two chunks."""
+    self._flush_metrics()
+    with self.actor.paused():
+      held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))
+      self.ledger.balance(held)
+      host = {
+        "buffer": self.buffer.state(),
+        "actor": self.actor.state(),
+        "ledger": self.ledger.state(),
+        "schedule": self.recorder.flush(),
+        "assigned": {str(step): tickets for step, tickets in self.assigned.items()},
+        "accuracy": {str(version): value for version, value in self.accuracy.items()},
+      }
+    self.checkpoints.save(self.version, self.state, host)
+
+  def _catch_signals(self):
+    """Makes SIGTERM and SIGINT end the run after the current step; returns what undoes it."""
+    if threading.current_thread() is not threading.main_thread():
+      return lambda: None
+    before = {s: signal.signal(s, lambda *_: self.wanted.set()) for s in (signal.SIGTERM, signal.SIGINT)}
+    return lambda: [signal.signal(s, handler) for s, handler in before.items()]

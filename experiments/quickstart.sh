@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Installs async_rl into .venv and trains the quickstart experiment on this machine's CPU; options go to the trainer:
+#   bash experiments/quickstart.sh [--steps 300] [--run-dir DIR] [--overwrite] ...
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source experiments/setup_venv.sh
+setup_venv ""
+# One device samples, the other one learns.
+export JAX_PLATFORMS=cpu XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=2"
+exec "$PYTHON" -m experiments.train quickstart "$@"

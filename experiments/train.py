@@ -1,0 +1,48 @@
+"""Runs an experiment: `python -m experiments.train CONFIG [--field value ...]`; `--help` lists them."""
+
+from __future__ import annotations
+
+import sys
+
+import tyro
+
+from async_rl.runtime import CheckpointError
+from async_rl.runtime import Interrupted
+from async_rl.runtime import RunFolderError
+from async_rl.runtime import Summary
+from async_rl.runtime import train
+from experiments.configs import load_all
+
+
+def report(summary: Summary) -> str:
+  """The last lines of a run: what came out, where it lies, what to do next."""
+  lines = [f"\nDone: {summary.version} optimizer steps" + (", the data ended" if summary.ended_early else "") + "."]
+  if summary.accuracy is not None:
+    lines.append(f"Held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy:.3f} after.")
+  folder = summary.folder
+  lines += [
+    f"Plots        {folder.report}",
+    f"Metrics      {folder.metrics}  and  tensorboard --logdir {folder.tensorboard}",
+    f"Checkpoint   {folder.checkpoints}",
+    f"Next         more steps in the same folder with --steps {2 * summary.version}; another lag with --max-lag 16 "
+    f"--run-dir {folder.path}-lag16; no stabilizers with --ess-power 0 --align-low inf --align-high inf",
+  ]
+  return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+  configs = {name: ((config.__doc__ or "").splitlines()[0], config()) for name, config in load_all().items()}
+  try:
+    experiment = tyro.extras.overridable_config_cli(configs, args=arguments, prog="python -m experiments.train")
+    print(report(train(experiment)))
+  except Interrupted as stop:
+    print(stop, file=sys.stderr)
+    return 143
+  except (ValueError, RunFolderError, CheckpointError, FileNotFoundError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

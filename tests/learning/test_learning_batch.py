@@ -1,0 +1,117 @@
+"""Packing: every token where it should be, nothing lost, nothing cut."""
+
+import numpy as np
+import pytest
+
+from async_rl import learning
+from async_rl.types import LENGTH
+from async_rl.types import NO_VERSION
+from async_rl.types import STOP
+from async_rl.types import Completion
+from async_rl.types import Group
+from async_rl.types import Prompt
+from async_rl.types import Request
+
+
+def make_groups(seed=0, groups=4, samples=4, prompt=(1, 8), completion=(1, 12), vocab=32):
+  """Random groups of ragged lengths."""
+  rng = np.random.default_rng(seed)
+  made = []
+  for g in range(groups):
+    prompt_tokens = rng.integers(0, vocab, rng.integers(*prompt)).astype(np.int32)
+    completions = []
+    for k in range(samples):
+      size = int(rng.integers(*completion))
+      completions.append(
+        Completion(
+          ticket=g,
+          sample=k,
+          tokens=rng.integers(0, vocab, size).astype(np.int32),
+          logprobs=-3 * rng.random(size).astype(np.float32),
+          versions=rng.integers(0, 3, size).astype(np.int32),
+          mask=rng.random(size) < 0.9,
+          finish=STOP if rng.random() < 0.7 else LENGTH,
+        )
+      )
+    request = Request(g, prompt_tokens, Prompt(g, "", None))
+    made.append(Group(request, tuple(completions), rng.random(samples).astype(np.float32)))
+  return made
+
+
+@pytest.mark.parametrize("row_tokens", [20, 33, 64])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_every_token_is_where_index_says(row_tokens, rows):
+  groups = make_groups()
+  shape = learning.BatchShape(sequences=16, row_tokens=row_tokens, rows=rows, completion_tokens=12)
+  batch = learning.pack(groups, shape)
+  sequences = [(g, c) for g in groups for c in g.completions]
+  total = 0
+  for b, (group, c) in enumerate(sequences):
+    tokens = batch.tokens[batch.micro[b]].reshape(-1)
+    segments = batch.segments[batch.micro[b]].reshape(-1)
+    positions = batch.positions[batch.micro[b]].reshape(-1)
+    at = batch.index[b, : len(c.tokens)]
+    np.testing.assert_array_equal(tokens[at], c.tokens)
+    first = at[0] - len(group.request.tokens)
+    np.testing.assert_array_equal(tokens[first : at[0]], group.request.tokens)
+    whole = slice(first, at[-1] + 1)
+    np.testing.assert_array_equal(positions[whole], np.arange(at[-1] + 1 - first))
+    assert len(set(segments[whole])) == 1
+    assert segments[first] > 0
+    np.testing.assert_array_equal(batch.mask[b, : len(c.tokens)], c.mask)
+    np.testing.assert_array_equal(batch.versions[b][batch.mask[b]], c.versions[c.mask])
+    np.testing.assert_array_equal(batch.logprobs[b][batch.mask[b]], c.logprobs[c.mask])
+    assert not batch.mask[b, len(c.tokens) :].any()
+    assert batch.groups[b] == b // 4
+    assert batch.truncated[b] == (c.finish == LENGTH)
+    total += at[-1] + 1 - first
+  assert np.sum(batch.segments > 0) == total
+  assert np.all(batch.versions[~batch.mask] == NO_VERSION)
+  assert np.all(batch.segments[batch.used :] == 0)
+
+
+def test_segments_of_a_row_are_distinct():
+  shape = learning.BatchShape(sequences=16, row_tokens=64, rows=2, completion_tokens=12)
+  batch = learning.pack(make_groups(), shape)
+  starts = (batch.positions == 0) & (batch.segments > 0)
+  for row, begin in zip(batch.segments.reshape(-1, 64), starts.reshape(-1, 64), strict=True):
+    np.testing.assert_array_equal(np.sort(row[begin]), np.arange(1, begin.sum() + 1))
+
+
+def test_token_id_zero_is_a_token_like_any_other():
+  groups = make_groups(vocab=1)
+  shape = learning.BatchShape(sequences=16, row_tokens=20, rows=4, completion_tokens=12)
+  batch = learning.pack(groups, shape)
+  assert batch.segments.astype(bool).sum() == sum(
+    len(g.request.tokens) + len(c.tokens) for g in groups for c in g.completions
+  )
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(sequences=15), "15 sequences, got 16"),
+    (dict(completion_tokens=5), "completion_tokens=5"),
+    (dict(row_tokens=13), "row_tokens=13"),
+    (dict(micro_batches=1, rows=1), "raise micro_batches"),
+  ],
+)
+def test_what_does_not_fit_is_named(change, message):
+  shape = dict(sequences=16, row_tokens=20, rows=4, completion_tokens=12) | change
+  with pytest.raises(ValueError, match=message):
+    learning.pack(make_groups(seed=1), learning.BatchShape(**shape))
+
+
+def test_a_missing_version_is_an_error_not_lag_zero():
+  group = make_groups(groups=1, samples=1)[0]
+  c = group.completions[0]
+  c = c._replace(versions=np.full_like(c.versions, NO_VERSION), mask=np.ones_like(c.mask))
+  shape = learning.BatchShape(sequences=1, row_tokens=20, rows=1, completion_tokens=12)
+  with pytest.raises(ValueError, match="no version"):
+    learning.pack([group._replace(completions=(c,))], shape)
+
+
+@pytest.mark.parametrize("field", ["sequences", "row_tokens", "rows", "completion_tokens"])
+def test_shape_fields_are_checked(field):
+  with pytest.raises(ValueError, match=f"{field}=0"):
+    learning.BatchShape(**(dict(sequences=2, row_tokens=20, rows=1, completion_tokens=12) | {field: 0}))
