@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +74,13 @@ def test_arrives_equal_and_in_the_wanted_layout(split, transfers_are_explicit_an
   store, shardings = make_store(meshes)
   params = make_params(meshes)
   expected = jax.tree.map(np.asarray, prepare(jax.device_get(params)))
+  assert store.ready_at == np.inf
+  before = time.monotonic()
   with transfers_are_explicit_and_direct():
     store.publish(0, params)
     version, got = store.latest()
   assert version == 0
+  assert before <= store.ready_at <= time.monotonic()
   assert jax.tree.map(lambda x: x.sharding, got) == shardings
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b, strict=True), got, expected)
   assert store.push_seconds > 0
