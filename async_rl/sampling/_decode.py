@@ -1,4 +1,4 @@
-"""The two programs of the slot engine: prefill into slots, and a chunk of decode steps. Pure functions."""
+"""The programs of the slot engine as pure functions: prefill, copy into slots, resize, and a chunk of decode steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from async_rl.sampling._sample import sample
 from async_rl.types import NO_VERSION
 
 Array = jax.Array
+#: Keys and values of one layer, each [B, N, S, d].
+KeyValues = tuple[Array, Array]
 
 
 class Slots(NamedTuple):
@@ -62,36 +64,42 @@ class _Carry(NamedTuple):
   drawn: Drawn
 
 
-def prefill(policy: Policy, params: Params, cache: Cache, tokens: Array, rows: Array, slots: Array) -> Cache:
-  """Computes keys and values of R prefixes and copies them into M slots.
+def prefill(policy: Policy, params: Params, tokens: Array) -> Cache:
+  """Keys and values of R prefixes, tokens int32 [R, T]; each array [R, N, T, d].
 
-  Prefixes are padded at the end, where causal attention keeps the padding out of sight: what it leaves in the cache
+  Prefixes are padded at the end, where causal attention keeps the padding out of sight. What it leaves in the cache
   lies behind the slot's position, and decode overwrites it before it looks there.
+  """
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+  return policy.prefill(params, tokens, jnp.ones_like(tokens), positions)[1]
+
+
+def put(cache: KeyValues, new: KeyValues, rows: Array, slots: Array) -> KeyValues:
+  """Copies prefixes into slots, in one layer.
 
   Args:
-    policy: the architecture.
-    params: its parameters.
-    cache: of L layers, each [B, N, S, d]; donated.
-    tokens: int32 [R, T], T <= S.
+    cache: each [B, N, S, d]; donated.
+    new: each [R, N, T, d], T <= S.
     rows: int32 [M], which prefix,
     slots: int32 [M], goes into which slot; distinct. Slots beyond B are dropped.
   """
-  segments = jnp.ones_like(tokens)
-  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-  _, computed = policy.prefill(params, tokens, segments, positions)
 
-  def put(old, new):
-    new = new[rows].astype(old.dtype)
-    return old.at[slots, :, : tokens.shape[1]].set(new, mode="drop", unique_indices=True)
+  def one(old, new):
+    return old.at[slots, :, : new.shape[2]].set(new[rows], mode="drop", unique_indices=True)
 
-  return jax.tree.map(put, cache, computed)
+  return jax.tree.map(one, cache, new)
+
+
+def resize(cache: KeyValues, length: int) -> KeyValues:
+  """One layer's cache, each [B, N, S, d], cut or padded to `length` positions."""
+  shape = lambda x: ((0, 0), (0, 0), (0, max(0, length - x.shape[2])), (0, 0))
+  return jax.tree.map(lambda x: jnp.pad(x[:, :, :length], shape(x)), cache)
 
 
 def decode_chunk(
   policy: Policy,
   config: SamplerConfig,
   stop_ids: tuple[int, ...],
-  length: int,
   params: Params,
   cache: Cache,
   slots: Slots,
@@ -105,9 +113,8 @@ def decode_chunk(
     policy: the architecture.
     config: chunk, max_new_tokens and the sampling distribution.
     stop_ids: tokens that end a sample.
-    length: cache positions to attend to, > every position reached in this chunk.
     params: the policy's parameters.
-    cache: of L layers, each [B, N, S, d]; donated.
+    cache: of L layers, each [B, N, S, d], S > every position reached in this chunk; donated.
     slots: where each slot stands.
     version: int32 [], of `params`; written beside every token drawn.
   """
@@ -119,7 +126,7 @@ def decode_chunk(
 
   def step(carry: _Carry) -> _Carry:
     cache, slots, drawn = carry
-    hidden, cache = policy.decode(params, slots.token, slots.position, cache, length=length)
+    hidden, cache = policy.decode(params, slots.token, slots.position, cache)
     logits = policy.logits(params, hidden)
     tokens, logprobs = sample(logits, jax.vmap(uniforms_of_row)(keys, slots.drawn), config)
     tokens = jnp.where(slots.live, tokens, slots.token)

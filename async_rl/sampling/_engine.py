@@ -32,6 +32,9 @@ from async_rl.types import STOP
 from async_rl.types import Completion
 from async_rl.types import Request
 
+#: A prefix and the slots that it goes into.
+_Work = tuple[np.ndarray, list[int]]
+
 
 @dataclasses.dataclass
 class Counters:
@@ -109,10 +112,10 @@ class Engine:
     self._whole = NamedSharding(mesh, PartitionSpec())
     self._rows = NamedSharding(mesh, PartitionSpec(data))
     heads = "tensor" if "tensor" in mesh.axis_names and not policy.config.num_kv_heads % mesh.shape["tensor"] else None
-    cache = functools.partial(policy.init_cache, config.slots, config.capacity)
-    split = NamedSharding(mesh, PartitionSpec(data, heads))
-    self._cache = jax.jit(cache, out_shardings=split)()
-    self._abstract_cache = _abstract(self._cache, split)
+    self._split = NamedSharding(mesh, PartitionSpec(data, heads))
+    self._length = config.lengths[0]
+    init_cache = functools.partial(policy.init_cache, config.slots, self._length)
+    self._cache = jax.jit(init_cache, out_shardings=self._split)()
     raw = policy.abstract()
     self._raw_params = _abstract(raw, param_shardings(raw, mesh))
     prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
@@ -193,10 +196,11 @@ class Engine:
     if self._params is None:
       raise RuntimeError("The engine has no weights; call set_weights first.")
     start = time.perf_counter()
-    if self._stale:
-      self._prefill([(s.prefix(), [i]) for i, s in self._live().items()])
-      self._stale = False
-    self._admit()
+    work = [(s.prefix(), [i]) for i, s in self._live().items()] if self._stale else []
+    self._stale = False
+    work += self._admit()
+    self._resize(work)
+    self._prefill(work)
     finished = self._collect(self._run_chunk()) if self._live() else []
     self.counters.seconds += time.perf_counter() - start
     return finished
@@ -249,47 +253,70 @@ class Engine:
   def warmup(self) -> None:
     """Compiles everything that later calls use. Only what `restore` alone needs is left to its first use."""
     self._program("prepare")
-    for length in self._config.lengths:
+    lengths = self._config.lengths
+    prefixes = self._config.prefix_lengths if self._config.on_update == "recompute" else self._config.prompt_lengths
+    for length in lengths:
       self._program("decode", length)
-    for length in self._config.prefix_lengths if self._config.on_update == "recompute" else self._config.prompt_lengths:
-      self._program("prefill", length)
+      for other in lengths:
+        if other != length:
+          self._program("resize", length, other)
+    for prefix in prefixes:
+      self._program("prefill", prefix)
+      for length in lengths:
+        if length >= prefix:
+          self._program("put", prefix, length)
 
   @property
   def compilations(self) -> int:
     """Programs compiled so far."""
     return len(self._programs)
 
-  def _program(self, kind: str, length: int = 0) -> Any:
-    key = (kind, length)
+  def _program(self, kind: str, *sizes: int) -> Any:
+    key = (kind, *sizes)
     if key not in self._programs:
-      self._programs[key] = getattr(self, f"_compile_{kind}")(length)
+      self._programs[key] = getattr(self, f"_compile_{kind}")(*sizes)
     return self._programs[key]
 
-  def _compile_prepare(self, _: int) -> Any:
+  def _compile_prepare(self) -> Any:
     function = functools.partial(prepare_weights, self._policy)
     return jax.jit(function, out_shardings=_shardings(self._abstract_params)).lower(self._raw_params).compile()
 
-  def _compile_prefill(self, length: int) -> Any:
-    rows = self._prefill_rows(length)
+  def _compile_prefill(self, prefix: int) -> Any:
+    tokens = self._abstract((self._prefill_rows(prefix), prefix), self._rows)
     function = functools.partial(_decode.prefill, self._policy)
-    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=self._rows)
-    index = jax.ShapeDtypeStruct((rows * self._config.group_size,), jnp.int32, sharding=self._whole)
-    jitted = jax.jit(function, donate_argnums=1, out_shardings=_shardings(self._abstract_cache))
-    return jitted.lower(self._abstract_params, self._abstract_cache, tokens, index, index).compile()
+    return jax.jit(function, out_shardings=self._split).lower(self._abstract_params, tokens).compile()
+
+  def _compile_put(self, prefix: int, length: int) -> Any:
+    index = self._abstract((self._prefill_rows(prefix) * self._config.group_size,), self._whole)
+    new = self._abstract_layer(self._prefill_rows(prefix), prefix)
+    jitted = jax.jit(_decode.put, donate_argnums=0, out_shardings=self._split)
+    return jitted.lower(self._abstract_layer(self._config.slots, length), new, index, index).compile()
+
+  def _compile_resize(self, old: int, new: int) -> Any:
+    jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self._split)
+    return jitted.lower(self._abstract_layer(self._config.slots, old)).compile()
 
   def _compile_decode(self, length: int) -> Any:
-    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids, length)
-    slots = _abstract(_decode.Slots(*self._slot_arrays()), self._rows)
-    version = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
-    jitted = jax.jit(function, donate_argnums=1, out_shardings=(_shardings(self._abstract_cache), self._whole))
-    return jitted.lower(self._abstract_params, self._abstract_cache, slots, version).compile()
+    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
+    cache = (self._abstract_layer(self._config.slots, length),) * self._policy.config.num_layers
+    slots = _abstract(self._slot_arrays(), self._rows)
+    jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._split, self._whole))
+    return jitted.lower(self._abstract_params, cache, slots, self._abstract((), self._whole)).compile()
+
+  def _abstract(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+  def _abstract_layer(self, rows: int, length: int) -> _decode.KeyValues:
+    c = self._policy.config
+    shape = (rows, c.num_kv_heads, length, c.head_dim)
+    return (jax.ShapeDtypeStruct(shape, self._policy.dtype, sharding=self._split),) * 2
 
   # The parts of a step.
 
   def _live(self) -> dict[int, Sample]:
     return {i: s for i, s in enumerate(self._slots) if s is not None}
 
-  def _admit(self) -> None:
+  def _admit(self) -> list[_Work]:
     free = [i for i, s in enumerate(self._slots) if s is None]
     work = []
     while self._waiting and len(self._waiting[0]) <= len(free):
@@ -298,22 +325,40 @@ class Engine:
       for i, sample in zip(taken, samples, strict=True):
         self._slots[i] = sample
       work.append((samples[0].prefix(), taken))
-    self._prefill(work)
+    return work
+
+  def _resize(self, work: list[_Work]) -> None:
+    """Gives the cache the least length that holds all live samples up to the end of the next chunk.
+
+    Layer by layer, so that never two whole caches exist. A copy costs as much as two decode steps; attention to
+    positions that hold nothing would cost that in every step.
+    """
+    room = lambda s: min(self._config.chunk, self._config.max_new_tokens - s.length)
+    needed = [len(s.prompt) + s.length + room(s) for s in self._live().values()] + [self._padded(p) for p, _ in work]
+    length = next(n for n in self._config.lengths if n >= max(needed, default=0))
+    if length != self._length:
+      layers, self._cache = list(self._cache), ()
+      for i in range(len(layers)):
+        layers[i] = self._program("resize", self._length, length)(layers[i])
+      self._cache, self._length = tuple(layers), length
+
+  def _padded(self, prefix: np.ndarray) -> int:
+    return next(n for n in self._config.prefix_lengths if n >= len(prefix))
 
   def _prefill_rows(self, length: int) -> int:
     """Prefixes in one call: as many as make `prefill_tokens`, at most what can be free at once."""
     rows = max(1, min(self._config.prefill_tokens // length, self._config.slots // self._config.group_size))
     return -(-rows // self._shards) * self._shards
 
-  def _prefill(self, work: list[tuple[np.ndarray, list[int]]]) -> None:
+  def _prefill(self, work: list[_Work]) -> None:
     """Puts each prefix into its slots; prefixes of one padded length go together."""
-    padded = lambda item: next(n for n in self._config.prefix_lengths if n >= len(item[0]))
+    padded = lambda item: self._padded(item[0])
     for length, group in itertools.groupby(sorted(work, key=padded), key=padded):
       items, rows = list(group), self._prefill_rows(length)
       for i in range(0, len(items), rows):
         self._prefill_call(length, items[i : i + rows])
 
-  def _prefill_call(self, length: int, batch: Sequence[tuple[np.ndarray, list[int]]]) -> None:
+  def _prefill_call(self, length: int, batch: Sequence[_Work]) -> None:
     rows = self._prefill_rows(length)
     tokens = np.full((rows, length), self._pad, np.int32)
     sources = np.zeros(rows * self._config.group_size, np.int32)
@@ -325,7 +370,8 @@ class Engine:
       filled += len(slots)
       self.counters.prefill_tokens += len(prefix)
     tokens, sources, targets = jax.device_put((tokens, sources, targets), (self._rows, self._whole, self._whole))
-    self._cache = self._program("prefill", length)(self._params, self._cache, tokens, sources, targets)
+    computed, put = self._program("prefill", length)(self._params, tokens), self._program("put", length, self._length)
+    self._cache = tuple(put(old, new, sources, targets) for old, new in zip(self._cache, computed, strict=True))
 
   def _slot_arrays(self) -> _decode.Slots:
     size = self._config.slots
@@ -345,12 +391,8 @@ class Engine:
     return slots
 
   def _run_chunk(self) -> _decode.Drawn:
-    slots = self._slot_arrays()
-    steps = np.minimum(self._config.chunk, self._config.max_new_tokens - slots.drawn)
-    needed = int(np.max(np.where(slots.live, slots.position + steps, 0)))
-    length = next(n for n in self._config.lengths if n >= needed)
-    placed = jax.device_put(slots, self._rows)
-    self._cache, drawn = self._program("decode", length)(self._params, self._cache, placed, self._device_version)
+    slots, decode = jax.device_put(self._slot_arrays(), self._rows), self._program("decode", self._length)
+    self._cache, drawn = decode(self._params, self._cache, slots, self._device_version)
     return jax.device_get(drawn)
 
   def _collect(self, drawn: _decode.Drawn) -> list[Completion]:
