@@ -4,6 +4,7 @@ from async_rl.models._attention import cache_attention
 from async_rl.models._attention import self_attention
 from async_rl.models._config import ModelConfig
 from async_rl.models._config import RopeScaling
+from async_rl.models._config import rope_frequencies
 from async_rl.models._families import FAMILIES
 from async_rl.models._families import named
 from async_rl.models._gguf import GGUFCheckpoint
@@ -13,6 +14,8 @@ from async_rl.models._head import score
 from async_rl.models._head import token_stats
 from async_rl.models._hf import HFCheckpoint
 from async_rl.models._hf import save_hf
+from async_rl.models._hf_config import read_hf_config
+from async_rl.models._hf_config import write_hf_config
 from async_rl.models._load import Checkpoint
 from async_rl.models._load import load_params
 from async_rl.models._load import open_checkpoint

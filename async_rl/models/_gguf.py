@@ -53,11 +53,8 @@ class GGUFCheckpoint:
   Attributes:
     config: the architecture.
     names: our parameter paths to the file's tensor names, see `hf_names`.
-    shapes: of every tensor in the file, as [out, in].
-    ignored: tensors that are no parameters.
+    shapes: of every parameter tensor, by name, matrices as [out, in].
   """
-
-  ignored = frozenset({_ROPE_FACTORS})
 
   def __init__(self, path: str | os.PathLike[str]):
     try:
@@ -68,6 +65,7 @@ class GGUFCheckpoint:
     reader = gguf.GGUFReader(os.fspath(path))
     self._tensors = {tensor.name: tensor for tensor in reader.tensors}
     self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+    self.shapes.pop(_ROPE_FACTORS, None)
     self._metadata = {key: field for key, field in reader.fields.items()}
     self._architecture = self._get("general.architecture")
     if self._architecture not in _FAMILIES:

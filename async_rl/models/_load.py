@@ -15,6 +15,10 @@ import tqdm
 
 from async_rl.models._config import ModelConfig
 from async_rl.models._gguf import GGUFCheckpoint
+from async_rl.models._hf import HFCheckpoint
+from async_rl.models._names import is_stacked
+from async_rl.models._names import is_transposed
+from async_rl.models._names import tensors_of
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
 from async_rl.models._sharding import path_name
@@ -28,21 +32,19 @@ class Checkpoint(Protocol):
   Attributes:
     config: the architecture.
     names: our parameter paths to the format's tensor names; "{}" stands for the layer's number.
-    shapes: of every tensor, matrices as [out, in].
-    ignored: names of tensors that are not parameters.
+    shapes: of every parameter tensor, matrices as [out, in].
   """
 
   config: ModelConfig
   names: dict[str, str]
   shapes: dict[str, tuple[int, ...]]
-  ignored: frozenset[str]
 
   def read(self, name: str, index: Index) -> np.ndarray:
     """A piece of one tensor, reading no more of the file than it needs."""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-  """Opens a GGUF file for `load_params`; reads the architecture, no weights yet.
+  """Opens a Hugging Face folder or a GGUF file for `load_params`; reads the architecture, no weights yet.
 
   Raises:
     ValueError: if `path` is no checkpoint, or of an architecture that is not supported.
@@ -50,7 +52,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
   path = pathlib.Path(path)
   if path.suffix == ".gguf":
     return GGUFCheckpoint(path)
-  raise ValueError(f"{path} is no checkpoint: expected a .gguf file.")
+  if (path / "config.json").is_file():
+    return HFCheckpoint(path)
+  raise ValueError(f"{path} is no checkpoint: expected a .gguf file, or a folder with config.json and safetensors.")
 
 
 def load_params(
@@ -90,14 +94,8 @@ def load_params(
 
 def check_tensors(checkpoint: Checkpoint, params: Params) -> None:
   """Raises a ValueError that names the tensors which are missing, left over or of another shape than `params`."""
-  expected = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    name = path_name(path)
-    stacked = name.startswith("layers/")
-    shape = stored_shape(name, leaf.shape[1:] if stacked else leaf.shape)
-    for layer in range(leaf.shape[0] if stacked else 1):
-      expected[checkpoint.names[name].format(layer)] = shape
-  found = {name: shape for name, shape in checkpoint.shapes.items() if name not in checkpoint.ignored}
+  expected = {tensor.stored: tensor.shape for tensor in tensors_of(params, checkpoint.names)}
+  found = checkpoint.shapes
   problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
   problems += [f"left over {name} {found[name]}" for name in found if name not in expected]
   problems += [
@@ -108,20 +106,11 @@ def check_tensors(checkpoint: Checkpoint, params: Params) -> None:
     raise ValueError(f"The checkpoint's tensors do not fit its architecture: {shown}.")
 
 
-def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Shape in a checkpoint of one layer's parameter `name`."""
-  return shape[::-1] if _is_transposed(name) else shape
-
-
-def _is_transposed(name: str) -> bool:
-  return name.endswith("/kernel") or name == "ends/head"
-
-
 def _reader(
   checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[Index], np.ndarray]:
   """A function from an index into our parameter `name` to the values there."""
-  template, transposed = checkpoint.names[name], _is_transposed(name)
+  template, transposed = checkpoint.names[name], is_transposed(name)
 
   def read_one(tensor: str, index: Index) -> np.ndarray:
     piece = checkpoint.read(tensor, index[::-1] if transposed else index)
@@ -134,4 +123,4 @@ def _reader(
       out[i] = read_one(template.format(layer), index[1:])
     return out
 
-  return read_stack if name.startswith("layers/") else functools.partial(read_one, template)
+  return read_stack if is_stacked(name) else functools.partial(read_one, template)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any
+from typing import NamedTuple
+
+import jax
+
 from async_rl.models._config import ModelConfig
+from async_rl.models._sharding import path_name
 
 # ours, Hugging Face, GGUF. Matrices are stored [out, in] there and [in, out] here.
 _ENDS = (
@@ -44,3 +52,44 @@ def gguf_names(config: ModelConfig) -> dict[str, str]:
   del config
   names = {ours: gguf for ours, _, gguf in _ENDS}
   return names | {f"layers/{ours}": f"blk.{{}}.{gguf}" for ours, _, gguf in _LAYER}
+
+
+class Tensor(NamedTuple):
+  """One tensor of a checkpoint and where it belongs: a whole parameter, or one layer of a stacked one."""
+
+  name: str  # our path
+  stored: str  # the checkpoint's name
+  leaf: Any  # the parameter, or its abstract shape
+  layer: int | None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """As stored: matrices are [out, in] there."""
+    shape = tuple(self.leaf.shape if self.layer is None else self.leaf.shape[1:])
+    return shape[::-1] if is_transposed(self.name) else shape
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+  def take(self) -> jax.Array:
+    """Its values, as we store them."""
+    return self.leaf if self.layer is None else self.leaf[self.layer]
+
+
+def tensors_of(params: Any, names: dict[str, str]) -> Iterator[Tensor]:
+  """The checkpoint's tensors that make up `params`, whose layers are stacked."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = path_name(path)
+    for layer in range(leaf.shape[0]) if is_stacked(name) else (None,):
+      yield Tensor(name, names[name].format(layer), leaf, layer)
+
+
+def is_stacked(name: str) -> bool:
+  """Whether our parameter `name` holds all layers, stacked."""
+  return name.startswith("layers/")
+
+
+def is_transposed(name: str) -> bool:
+  """Whether our parameter `name` is transposed in checkpoints."""
+  return name.endswith("/kernel") or name == "ends/head"

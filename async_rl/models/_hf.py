@@ -1,0 +1,163 @@
+"""Hugging Face folders: reading them piece by piece, and writing them back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from async_rl.models._config import ModelConfig
+from async_rl.models._hf_config import read_hf_config
+from async_rl.models._hf_config import write_hf_config
+from async_rl.models._names import hf_names
+from async_rl.models._names import is_transposed
+from async_rl.models._names import tensors_of
+from async_rl.models._policy import Params
+
+Index = tuple[slice, ...]
+
+_INDEX = "model.safetensors.index.json"
+# The text model of a multimodal checkpoint sits below one of these.
+_TEXT_PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
+_NOT_TEXT = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.|rotary_emb\.inv_freq$")
+
+
+class HFCheckpoint:
+  """A folder with config.json and safetensors, read when sliced.
+
+  Attributes:
+    config: the architecture.
+    names: our parameter paths to the tensors' names there.
+    shapes: of every parameter tensor, by name.
+  """
+
+  def __init__(self, folder: str | os.PathLike[str]):
+    folder = pathlib.Path(folder)
+    self.config = read_hf_config(json.loads((folder / "config.json").read_text()))
+    self.names = hf_names(self.config)
+    self.shapes: dict[str, tuple[int, ...]] = {}
+    self._slices: dict[str, Any] = {}
+    for file in _weight_files(folder):
+      # The handle lives as long as the slices; it maps the file into memory and reads what is asked for.
+      handle = safetensors.safe_open(file, framework="numpy")
+      for stored in handle.keys():  # noqa: SIM118 (it is no dictionary)
+        if _NOT_TEXT.search(stored) or (self.config.tie_embeddings and stored.endswith("lm_head.weight")):
+          continue
+        name = _TEXT_PREFIX.sub(lambda m: "" if m[0] == "language_model." else "model.", stored)
+        self._slices[name] = handle.get_slice(stored)
+        self.shapes[name] = tuple(self._slices[name].get_shape())
+
+  def read(self, name: str, index: Index) -> np.ndarray:
+    """Piece `index` of tensor `name`, in the file's dtype."""
+    return self._slices[name][index]
+
+
+def save_hf(
+  folder: str | os.PathLike[str],
+  config: ModelConfig,
+  params: Params,
+  *,
+  dtype: str = "bfloat16",
+  like: str | os.PathLike[str] | None = None,
+  shard_bytes: int = 5 * 10**9,
+) -> None:
+  """Writes a folder that `transformers` loads; complete or not at all.
+
+  On several hosts all of them must call it; the first one writes.
+
+  Args:
+    folder: to write; must not exist.
+    config: the architecture.
+    params: stacked, in any dtype and sharding.
+    dtype: to store, "bfloat16", "float16" or "float32".
+    like: the Hugging Face folder that training started from; its tokenizer and other small files are copied. Without,
+      only config.json is written beside the weights.
+    shard_bytes: size of a safetensors file, and of the host memory that is used.
+
+  Raises:
+    FileExistsError: if `folder` exists.
+    ValueError: if no public architecture fits `config`, or it is not that of `like`.
+  """
+  folder = pathlib.Path(folder)
+  if folder.exists():
+    raise FileExistsError(f"{folder} exists; choose another folder or remove it.")
+  content = write_hf_config(config)
+  if like is not None:
+    theirs = HFCheckpoint(like).config
+    if theirs != dataclasses.replace(config, vocab_limit=None):
+      raise ValueError(f"The model in {like} has another architecture: {theirs}, not {config}.")
+  writes = jax.process_index() == 0
+  partial = folder.with_name(folder.name + ".partial")
+  if writes:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_text(json.dumps(content | {"torch_dtype": dtype}, indent=2) + "\n")
+    if like is not None:
+      _copy_small_files(pathlib.Path(like), partial)
+  _save_weights(partial, params, hf_names(config), np.dtype(dtype), shard_bytes, writes)
+  if writes:
+    partial.rename(folder)
+
+
+def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  if (folder / _INDEX).exists():
+    files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+  else:
+    files = ["model.safetensors"]
+  missing = [file for file in files if not (folder / file).exists()]
+  if missing:
+    raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}; weights must be in safetensors files.")
+  return [folder / file for file in files]
+
+
+def _copy_small_files(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Everything but weights; a config.json of the same architecture knows more than one made from `ModelConfig`."""
+  for file in source.iterdir():
+    if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != _INDEX:
+      shutil.copyfile(file, target / file.name)
+
+
+def _save_weights(
+  folder: pathlib.Path, params: Params, names: dict[str, str], dtype: np.dtype, shard_bytes: int, writes: bool
+) -> None:
+  tensors = list(tensors_of(params, names))
+  files: list[list[Any]] = [[]]
+  used = 0
+  for tensor in tensors:
+    size = tensor.size * dtype.itemsize
+    if files[-1] and used + size > shard_bytes:
+      files.append([])
+      used = 0
+    files[-1].append(tensor)
+    used += size
+  weight_map = {}
+  for number, file in enumerate(files, 1):
+    name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+    content = {}
+    for tensor in file:
+      value = _to_host(tensor.take().astype(dtype))
+      content[tensor.stored] = np.ascontiguousarray(value.T if is_transposed(tensor.name) else value)
+      weight_map[tensor.stored] = name
+    if writes:
+      safetensors.numpy.save_file(content, folder / name, metadata={"format": "pt"})
+  if writes and len(files) > 1:
+    total = sum(tensor.size for tensor in tensors) * dtype.itemsize
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _to_host(array: jax.Array) -> np.ndarray:
+  if array.is_fully_addressable:
+    return np.asarray(array)
+  from jax.experimental import multihost_utils
+
+  return multihost_utils.process_allgather(array, tiled=True)
