@@ -50,6 +50,13 @@ class Tokenizer(Protocol):
   def encode_prompt(self, prompt: str | Messages) -> list[int]:
     """The ids of a prompt as the model expects it: with BOS, and with the chat template if it is a conversation."""
 
+  def encode_turn(self, text: str, role: str = "tool") -> list[int]:
+    """The ids that continue a conversation after a completion: another's turn, then the opening of the model's next.
+
+    The completion is taken to end with its stop token; what the template writes after that token is included here.
+    Without a chat template it is `text` alone.
+    """
+
   def encode(self, text: str) -> list[int]:
     """The ids of plain text: nothing is added, and markup of special tokens in it is text like any other."""
 
@@ -97,6 +104,18 @@ class _Base:
     if self.bos_id is None:
       return ids
     return [self.bos_id, *ids[ids[:1] == [self.bos_id] :]]  # templates that write BOS themselves
+
+  def encode_turn(self, text: str, role: str = "tool") -> list[int]:
+    if self._template is None:
+      return self.encode(text)
+    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    closed = self._template.render(before, add_generation_prompt=False)
+    whole = self._template.render([*before, {"role": role, "content": text}])
+    ids = self._encode_marked(closed)
+    stop = max((i for i, id in enumerate(ids) if id in self.stop_ids), default=None)
+    if stop is None or not whole.startswith(closed):
+      raise ValueError("the chat template does not end the model's turn with a stop token, so it cannot be continued")
+    return self._encode_marked(whole)[stop + 1 :]
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._decode([i for i in map(int, ids) if i not in self._special_ids and 0 <= i < self.vocab_size])

@@ -25,7 +25,7 @@ class Calculator:
     max_calls: results that one conversation may hold.
   """
 
-  problems: GSM8K = GSM8K(answer="marked")
+  problems: GSM8K = dataclasses.field(default_factory=lambda: GSM8K(answer="marked"))
   max_calls: int = 4
 
   def __post_init__(self):

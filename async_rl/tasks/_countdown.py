@@ -15,6 +15,7 @@ from async_rl.tasks._arithmetic import evaluate
 from async_rl.tasks._records import served
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
+from async_rl.tasks._task import question
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -136,10 +137,13 @@ class Countdown(_Puzzles):
   def prompt(self, id: int, puzzle: Puzzle) -> Prompt:
     text = (
       f"Using each of the numbers {', '.join(map(str, puzzle.numbers))} exactly once, with +, -, *, / and parentheses, "
-      f"write an expression that equals {puzzle.target}. Think step by step, then give the expression between <answer> "
-      "and </answer>, for example <answer>(1 + 2) * 3</answer>."
+      f"write an expression that equals {puzzle.target}."
     )
-    return Prompt(id, [{"role": "user", "content": text}] if self.chat else f"{text}\n", puzzle)
+    instruction = (
+      "Think step by step, then give the expression between <answer> and </answer>, "
+      "for example <answer>(1 + 2) * 3</answer>."
+    )
+    return question(id, text, instruction, self.chat, puzzle)
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     del finish  # a closed tag is an answer, whatever comes after it

@@ -12,8 +12,10 @@ import numpy as np
 
 from async_rl.tasks._jsonl import read_jsonl
 from async_rl.tasks._numbers import final_answer
+from async_rl.tasks._records import as_text
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
+from async_rl.tasks._task import question
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -54,9 +56,8 @@ class GSM8K:
 
   def prompt(self, id: int, record: dict[str, Any]) -> Prompt:
     """The prompt of one record with `question` and `answer`; the latter ends in `#### number`."""
-    question, answer = (_text(record[key]).strip() for key in ("question", "answer"))
-    text = f"{question}\n{self.instruction}" if self.instruction else question
-    return Prompt(id, [{"role": "user", "content": text}] if self.chat else f"{text}\n", answer)
+    problem, answer = (as_text(record[key]).strip() for key in ("question", "answer"))
+    return question(id, problem, self.instruction, self.chat, answer)
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     if finish != STOP:  # its last number may be cut in two
@@ -68,10 +69,6 @@ class GSM8K:
     """The reference solution without its calculator annotations."""
     del rng
     return re.sub(r"<<[^<>]*>>", "", prompt.answer)
-
-
-def _text(value: str | bytes) -> str:
-  return value.decode() if isinstance(value, bytes) else value
 
 
 def _from_tfds(split: str, data_dir: str | None) -> Sequence[dict[str, Any]]:

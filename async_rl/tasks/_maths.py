@@ -14,6 +14,7 @@ from async_rl.tasks._numbers import WINDOW
 from async_rl.tasks._numbers import boxed
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
+from async_rl.tasks._task import question
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -58,9 +59,7 @@ class Maths:
 
   def prompt(self, id: int, record: dict[str, Any]) -> Prompt:
     """The prompt of one record."""
-    problem = record[self.problem].strip()
-    text = f"{problem}\n{self.instruction}" if self.instruction else problem
-    return Prompt(id, [{"role": "user", "content": text}] if self.chat else f"{text}\n", str(record[self.reference]))
+    return question(id, record[self.problem].strip(), self.instruction, self.chat, str(record[self.reference]))
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     if finish != STOP:
@@ -87,6 +86,6 @@ def _reference(answer: str) -> list:
 def _parse(text: str) -> list:
   from math_verify import parse
 
-  # Its own time limit is an alarm, which works in no thread; the reward worker's does, so its warning is beside the point.
+  # Its own time limit is an alarm and works in the main thread only; reward workers have one, so its warning is moot.
   logging.getLogger("math_verify").setLevel(logging.ERROR)
   return parse(text, parsing_timeout=None)

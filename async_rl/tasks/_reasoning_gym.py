@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from async_rl.tasks._arithmetic import evaluate
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
+from async_rl.tasks._task import question
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -30,7 +32,8 @@ class ReasoningGym:
   generator with few possible problems can still repeat itself.
 
   Some verifiers of reasoning-gym hand the answer to Python's `eval`, directly or through SymPy. Their answers are
-  checked first (see `_GUARDS`), so that nothing a model writes is ever executed.
+  checked first (see `_GUARDS`), so that nothing a model writes is ever executed. Two give full marks to wrong answers
+  and are replaced (see `_REPLACED`).
 
   Attributes:
     generator: a name that `reasoning_gym` knows, such as "countdown".
@@ -82,18 +85,19 @@ class ReasoningGym:
     instruction = self.instruction
     if instruction is None:
       instruction = "Give your final answer between <answer> and </answer>." if self.answer == "tagged" else ""
-    text = f"{entry['question']}\n{instruction}" if instruction else entry["question"]
-    return Prompt(id, [{"role": "user", "content": text}] if self.chat else f"{text}\n", entry)
+    return question(id, entry["question"], instruction, self.chat, entry)
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     answer = _tagged(text) if self.answer == "tagged" else text if finish == STOP else None
     if answer is None or len(answer) > MAX_ANSWER_CHARS:
       return 0.0
-    verifier = self._verifier()
-    if answer != prompt.answer["answer"] and not _GUARDS.get(self.generator, _anything)(answer):
+    if answer == prompt.answer["answer"]:
+      return 1.0
+    if _NOT_FINITE.search(answer) or not _GUARDS.get(self.generator, _anything)(answer):
       return 0.0
+    judge = _REPLACED.get(self.generator) or self._verifier().score_answer
     try:
-      return float(verifier.score_answer(answer, prompt.answer))
+      return float(judge(answer, prompt.answer))
     except Exception:  # the verifiers were written for well-formed answers and raise on others
       return 0.0
 
@@ -113,6 +117,10 @@ def _tagged(text: str) -> str | None:
   before, closing, _ = text.rpartition("</answer>")
   _, opening, answer = before.rpartition("<answer>")
   return answer.strip() if opening and closing else None
+
+
+#: A distance to NaN is no distance: verifiers that turn distances into rewards are fooled by it.
+_NOT_FINITE = re.compile(r"\b(?:nan|inf|infinity)j?\b", re.IGNORECASE)
 
 
 def _anything(answer: str) -> bool:
@@ -167,4 +175,20 @@ _GUARDS: Mapping[str, Callable[[str], bool]] = {
   "intermediate_integration": _formula,
   "polynomial_multiplication": _formula,
   "simple_integration": _formula,
+}
+
+
+def _same_word(answer: str, entry: Mapping[str, Any]) -> bool:
+  return answer.lower() == entry["answer"].lower()
+
+
+def _close_fraction(answer: str, entry: Mapping[str, Any]) -> bool:
+  oracle = Fraction(entry["answer"])
+  return abs(Fraction(answer) - oracle) <= min(Fraction(1, 10_000), abs(oracle) / 100)
+
+
+#: Judges in place of verifiers that can be satisfied without solving the problem.
+_REPLACED: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+  "game_of_life_halting": _same_word,  # compares truth values, and every text is true
+  "coin_flip": _close_fraction,  # "0" begins like "0.25" and gets the full reward
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,11 @@ def served(
         if not builder.is_prepared():
           raise
   return builder.as_data_source()
+
+
+def as_text(value: str | bytes) -> str:
+  """TFDS hands out text as bytes, JSON as str."""
+  return value.decode() if isinstance(value, bytes) else value
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class Difficulty:
   Kept once for what is submitted and once for what is trained, it shows whether slow or hard prompts go missing.
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     self._sums: dict[int, np.ndarray] = collections.defaultdict(lambda: np.zeros(3))
 
   def add(self, prompt_id: int, rewards: Sequence[float], lengths: Sequence[int]) -> None:

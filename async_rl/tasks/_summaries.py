@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.tasks._jsonl import read_jsonl
+from async_rl.tasks._records import as_text
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
 from async_rl.types import STOP
@@ -75,8 +76,8 @@ class Summaries:
   def prompt(self, id: int, record: dict[str, Any]) -> Prompt:
     """The prompt of one record, ending in `TL;DR:`."""
     heads = (("SUBREDDIT: r/", "subreddit"), ("TITLE: ", "title"), ("POST: ", self.post))
-    parts = [head + _text(record[field]).strip() for head, field in heads if record.get(field)]
-    return Prompt(id, "\n\n".join([*parts, "TL;DR:"]), _text(record[self.summary]).strip())
+    parts = [head + as_text(record[field]).strip() for head, field in heads if record.get(field)]
+    return Prompt(id, "\n\n".join([*parts, "TL;DR:"]), as_text(record[self.summary]).strip())
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     return rouge_l(text, prompt.answer) if finish == STOP else self.missing_end
@@ -110,7 +111,3 @@ def rouge_l(text: str, reference: str, max_words: int = 400) -> float:
     for j, other in enumerate(others, 1):
       diagonal, longest[j] = longest[j], diagonal + 1 if word == other else max(longest[j], longest[j - 1])
   return 2 * longest[-1] / (len(words) + len(others))
-
-
-def _text(value: str | bytes) -> str:
-  return value.decode() if isinstance(value, bytes) else value

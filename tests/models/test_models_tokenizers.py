@@ -24,7 +24,8 @@ CORPUS = [
   "Größe, naïve café, 東京 and 🎉 are text as well; don't lose them.",
 ] * 30
 GEMMA_CHAT = (
-  "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] }}<end_of_turn>\n"
+  "{{ bos_token }}{% for m in messages %}"
+  "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] }}<end_of_turn>\n"
   "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 ASK = [{"role": "user", "content": "What is 12 + 34?"}]
@@ -191,6 +192,24 @@ def test_chat_of_gemma(gemma):
   start, end = gemma._specials["<start_of_turn>"], gemma._specials["<end_of_turn>"]
   text = gemma.encode("user\nWhat is 12 + 34?")
   assert gemma.encode_prompt(ASK) == [2, start, *text, end, *gemma.encode("\n"), start, *gemma.encode("model\n")]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma"])
+def test_a_conversation_continued_by_turns_equals_the_whole_rendered_at_once(request, name):
+  """Token ids in, token ids out: prompt, drawn tokens up to the stop token, the tool's turn."""
+  tokenizer = request.getfixturevalue(name)
+  call, result = "<calc>12 + 34</calc>", "<result>46</result>"
+  drawn = [*tokenizer.encode(call), tokenizer.stop_ids[0]]
+  continued = tokenizer.encode_prompt(ASK) + drawn + tokenizer.encode_turn(result, role="user")
+  messages = [
+    {"role": "assistant", "content": "<calc>12 + 34</calc>"},
+    {"role": "user", "content": "<result>46</result>"},
+  ]
+  assert continued == tokenizer.encode_prompt(ASK + messages)
+
+
+def test_turns_without_a_template_are_plain_text(bpe):
+  assert bpe.encode_turn("<result>46</result>") == bpe.encode("<result>46</result>")
 
 
 def test_messages_need_a_template(bpe):

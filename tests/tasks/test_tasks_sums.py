@@ -64,7 +64,7 @@ def test_solution_length(numbers, tokens):
   prompt = task.prompt(0, range(10, 10 + numbers))
   solution = task.solution(prompt, np.random.default_rng(0))
   assert len(solution) + 1 == tokens  # and the end token
-  assert set(prompt.text + solution) <= set(task.alphabet)
+  assert set(prompt.text + solution) <= set(task.corpus)
 
 
 def test_solutions_vary_in_order_and_all_are_right(task):
