@@ -5,18 +5,21 @@ import json
 import pathlib
 
 import gguf
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from async_rl import tasks
 from async_rl.models import _gguf_tokenizer
 from async_rl.models._chat import ChatTemplate
 from async_rl.models._tokenizers import HFTokenizer
 from async_rl.models._tokenizers import SentencePieceTokenizer
 from async_rl.models._tokenizers import load_tokenizer
 from async_rl.models._tokenizers import train_sentencepiece
+from async_rl.tasks._countdown import Puzzle
 
 CORPUS = [
   "Natalia sold clips to 48 of her friends, and then she sold half as many.",
@@ -201,10 +204,7 @@ def test_a_conversation_continued_by_turns_equals_the_whole_rendered_at_once(req
   call, result = "<calc>12 + 34</calc>", "<result>46</result>"
   drawn = [*tokenizer.encode(call), tokenizer.stop_ids[0]]
   continued = tokenizer.encode_prompt(ASK) + drawn + tokenizer.encode_turn(result, role="user")
-  messages = [
-    {"role": "assistant", "content": "<calc>12 + 34</calc>"},
-    {"role": "user", "content": "<result>46</result>"},
-  ]
+  messages = [{"role": "assistant", "content": call}, {"role": "user", "content": result}]
   assert continued == tokenizer.encode_prompt(ASK + messages)
 
 
@@ -298,6 +298,25 @@ def test_small_character_and_word_models():
   assert len(words.encode("20 + 20")) == 3
   with pytest.raises(ValueError, match="vocab_size"):
     train_sentencepiece(["a"], "bpe")
+
+
+@pytest.mark.parametrize(
+  ("task", "answer", "tokens"),
+  [
+    (tasks.Sums(numbers=3), (12, 34, 56), 22),
+    (tasks.Sums(numbers=4), (12, 34, 56, 78), 33),
+    (tasks.CountdownSteps(), Puzzle((3, 7, 9, 8), 44, (7, (("*", 8, False), ("-", 9, False), ("-", 3, False)))), 18),
+  ],
+)
+def test_small_tasks_have_their_number_of_tokens(task, answer, tokens):
+  """The end token included."""
+  tokenizer = SentencePieceTokenizer(train_sentencepiece([task.corpus], task.model_type))
+  prompt = task.prompt(0, answer)
+  solution = task.solution(prompt, np.random.default_rng(0))
+  ids = [*tokenizer.encode(solution), tokenizer.stop_ids[0]]
+  assert len(ids) == tokens
+  assert tokenizer.decode(ids) == solution
+  assert not {0, 3} & {*tokenizer.encode_prompt(prompt.text), *ids}  # nothing unknown
 
 
 def test_chat_template_is_sandboxed():
