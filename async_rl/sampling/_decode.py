@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from async_rl.models import Cache
 from async_rl.models import Params
@@ -38,6 +39,18 @@ class Slots(NamedTuple):
   ticket: Any
   sample: Any
   live: Any
+
+
+def no_slots(count: int, pad_id: int) -> Slots:
+  """Numpy arrays in which no slot is live."""
+  return Slots(
+    token=np.full(count, pad_id, np.int32),
+    position=np.zeros(count, np.int32),
+    drawn=np.zeros(count, np.int32),
+    ticket=np.zeros(count, np.uint32),
+    sample=np.zeros(count, np.uint32),
+    live=np.zeros(count, np.bool_),
+  )
 
 
 class Drawn(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Iterable
@@ -16,17 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
 
 from async_rl.models import Params
 from async_rl.models import Policy
-from async_rl.models import param_shardings
 from async_rl.sampling import _decode
 from async_rl.sampling import _records
 from async_rl.sampling._config import SamplerConfig
+from async_rl.sampling._programs import Programs
 from async_rl.sampling._records import Sample
-from async_rl.sampling._weights import prepare_weights
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Completion
@@ -65,9 +61,6 @@ class Engine:
   weights and the cache. A sample is determined by (seed, ticket, index in the group, weights): it does not depend
   on slots or neighbours beyond the rounding of differently shaped programs. Not thread-safe.
 
-  Every program is compiled ahead of time and called with arguments that are placed explicitly: a call can neither
-  recompile nor transfer anything implicitly.
-
   Attributes:
     counters: running totals.
     version: of the current weights, `None` before the first `set_weights`.
@@ -87,39 +80,21 @@ class Engine:
   def __init__(
     self, policy: Policy, config: SamplerConfig, stop_ids: Sequence[int], pad_id: int, mesh: Mesh | None = None
   ):
-    mesh = mesh if mesh is not None else _mesh_of_one()
-    data = tuple(a for a in ("data", "fsdp") if a in mesh.axis_names)
-    self._shards = int(np.prod([mesh.shape[a] for a in data]))
-    if config.slots % self._shards:
-      raise ValueError(
-        f"slots must be a multiple of the mesh's data * fsdp size {self._shards}, got slots={config.slots}."
-      )
     vocab = policy.config.vocab_limit or policy.config.vocab_size
     for token in (pad_id, *stop_ids):
       if not 0 <= token < vocab:
         raise ValueError(f"stop_ids and pad_id must lie in 0..{vocab - 1}, got {token}; is this the model's tokenizer?")
-    self._policy, self._config, self._vocab, self._pad = policy, config, vocab, pad_id
+    self._config, self._vocab, self._pad_id = config, vocab, pad_id
     self._stop_ids = tuple(int(i) for i in stop_ids)
+    self._programs = Programs(policy, config, self._stop_ids, _mesh_of_one() if mesh is None else mesh)
+    self._length = config.lengths[0]
+    self._cache = self._programs.init_cache(self._length)
+    self._params: Params | None = None
+    self._stale = False  # whether the cache is of older weights and to be recomputed
+    self._slots: list[Sample | None] = [None] * config.slots
+    self._waiting: collections.deque[tuple[Sample, ...]] = collections.deque()  # each tuple shares its prefix
     self.counters = Counters()
     self.version: int | None = None
-    self._params: Params | None = None
-    self._stale = False
-    self._slots: list[Sample | None] = [None] * config.slots
-    # Samples that wait together share their prefix.
-    self._waiting: collections.deque[tuple[Sample, ...]] = collections.deque()
-    self._programs: dict[tuple[Any, ...], Any] = {}
-
-    self._whole = NamedSharding(mesh, PartitionSpec())
-    self._rows = NamedSharding(mesh, PartitionSpec(data))
-    heads = "tensor" if "tensor" in mesh.axis_names and not policy.config.num_kv_heads % mesh.shape["tensor"] else None
-    self._split = NamedSharding(mesh, PartitionSpec(data, heads))
-    self._length = config.lengths[0]
-    init_cache = functools.partial(policy.init_cache, config.slots, self._length)
-    self._cache = jax.jit(init_cache, out_shardings=self._split)()
-    raw = policy.abstract()
-    self._raw_params = _abstract(raw, param_shardings(raw, mesh))
-    prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
-    self._abstract_params = _abstract(prepared, param_shardings(prepared, mesh))
 
   # Weights.
 
@@ -134,11 +109,12 @@ class Engine:
     Raises:
       ValueError: if the parameters are not of this policy.
     """
-    layout, raw, prepared = map(_layout, (params, self._raw_params, self._abstract_params))
+    programs = self._programs
+    layout, raw, prepared = map(_layout, (params, programs.raw_params, programs.params))
     if layout == prepared:
-      self._params = jax.device_put(params, _shardings(self._abstract_params))
+      self._params = _place(params, programs.params)
     elif layout == raw:
-      self._params = self._program("prepare")(jax.device_put(params, _shardings(self._raw_params)))
+      self._params = programs.prepare()(_place(params, programs.raw_params))
     else:
       wrong = sorted(set(layout.items()) ^ set(raw.items()))[0]
       raise ValueError(
@@ -146,7 +122,7 @@ class Engine:
         f"differ at {wrong[0]}: {layout.get(wrong[0])}, expected {raw.get(wrong[0])}."
       )
     self.version = int(version)
-    self._device_version = jax.device_put(np.int32(version), self._whole)
+    self._device_version = jax.device_put(np.int32(version), programs.whole)
     self._stale = self._config.on_update == "recompute"
 
   # Requests.
@@ -199,9 +175,11 @@ class Engine:
     work = [(s.prefix(), [i]) for i, s in self._live().items()] if self._stale else []
     self._stale = False
     work += self._admit()
-    self._resize(work)
-    self._prefill(work)
-    finished = self._collect(self._run_chunk()) if self._live() else []
+    finished = []
+    if self._live():
+      self._resize(work)
+      self._prefill(work)
+      finished = self._collect(self._run_chunk())
     self.counters.seconds += time.perf_counter() - start
     return finished
 
@@ -252,64 +230,13 @@ class Engine:
 
   def warmup(self) -> None:
     """Compiles everything that later calls use. Only what `restore` alone needs is left to its first use."""
-    self._program("prepare")
-    lengths = self._config.lengths
-    prefixes = self._config.prefix_lengths if self._config.on_update == "recompute" else self._config.prompt_lengths
-    for length in lengths:
-      self._program("decode", length)
-      for other in lengths:
-        if other != length:
-          self._program("resize", length, other)
-    for prefix in prefixes:
-      self._program("prefill", prefix)
-      for length in lengths:
-        if length >= prefix:
-          self._program("put", prefix, length)
+    c = self._config
+    self._programs.compile_all(c.prefix_lengths if c.on_update == "recompute" else c.prompt_lengths)
 
   @property
   def compilations(self) -> int:
     """Programs compiled so far."""
     return len(self._programs)
-
-  def _program(self, kind: str, *sizes: int) -> Any:
-    key = (kind, *sizes)
-    if key not in self._programs:
-      self._programs[key] = getattr(self, f"_compile_{kind}")(*sizes)
-    return self._programs[key]
-
-  def _compile_prepare(self) -> Any:
-    function = functools.partial(prepare_weights, self._policy)
-    return jax.jit(function, out_shardings=_shardings(self._abstract_params)).lower(self._raw_params).compile()
-
-  def _compile_prefill(self, prefix: int) -> Any:
-    tokens = self._abstract((self._prefill_rows(prefix), prefix), self._rows)
-    function = functools.partial(_decode.prefill, self._policy)
-    return jax.jit(function, out_shardings=self._split).lower(self._abstract_params, tokens).compile()
-
-  def _compile_put(self, prefix: int, length: int) -> Any:
-    index = self._abstract((self._prefill_rows(prefix) * self._config.group_size,), self._whole)
-    new = self._abstract_layer(self._prefill_rows(prefix), prefix)
-    jitted = jax.jit(_decode.put, donate_argnums=0, out_shardings=self._split)
-    return jitted.lower(self._abstract_layer(self._config.slots, length), new, index, index).compile()
-
-  def _compile_resize(self, old: int, new: int) -> Any:
-    jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self._split)
-    return jitted.lower(self._abstract_layer(self._config.slots, old)).compile()
-
-  def _compile_decode(self, length: int) -> Any:
-    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
-    cache = (self._abstract_layer(self._config.slots, length),) * self._policy.config.num_layers
-    slots = _abstract(self._slot_arrays(), self._rows)
-    jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._split, self._whole))
-    return jitted.lower(self._abstract_params, cache, slots, self._abstract((), self._whole)).compile()
-
-  def _abstract(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-
-  def _abstract_layer(self, rows: int, length: int) -> _decode.KeyValues:
-    c = self._policy.config
-    shape = (rows, c.num_kv_heads, length, c.head_dim)
-    return (jax.ShapeDtypeStruct(shape, self._policy.dtype, sharding=self._split),) * 2
 
   # The parts of a step.
 
@@ -338,29 +265,26 @@ class Engine:
     length = next(n for n in self._config.lengths if n >= max(needed, default=0))
     if length != self._length:
       layers, self._cache = list(self._cache), ()
+      resize, self._length = self._programs.resize(self._length, length), length
       for i in range(len(layers)):
-        layers[i] = self._program("resize", self._length, length)(layers[i])
-      self._cache, self._length = tuple(layers), length
+        layers[i] = resize(layers[i])
+      self._cache = tuple(layers)
 
   def _padded(self, prefix: np.ndarray) -> int:
     return next(n for n in self._config.prefix_lengths if n >= len(prefix))
-
-  def _prefill_rows(self, length: int) -> int:
-    """Prefixes in one call: as many as make `prefill_tokens`, at most what can be free at once."""
-    rows = max(1, min(self._config.prefill_tokens // length, self._config.slots // self._config.group_size))
-    return -(-rows // self._shards) * self._shards
 
   def _prefill(self, work: list[_Work]) -> None:
     """Puts each prefix into its slots; prefixes of one padded length go together."""
     padded = lambda item: self._padded(item[0])
     for length, group in itertools.groupby(sorted(work, key=padded), key=padded):
-      items, rows = list(group), self._prefill_rows(length)
+      items, rows = list(group), self._programs.prefill_rows(length)
       for i in range(0, len(items), rows):
         self._prefill_call(length, items[i : i + rows])
 
   def _prefill_call(self, length: int, batch: Sequence[_Work]) -> None:
-    rows = self._prefill_rows(length)
-    tokens = np.full((rows, length), self._pad, np.int32)
+    programs = self._programs
+    rows = programs.prefill_rows(length)
+    tokens = np.full((rows, length), self._pad_id, np.int32)
     sources = np.zeros(rows * self._config.group_size, np.int32)
     targets = self._config.slots + np.arange(len(sources), dtype=np.int32)  # beyond the last slot: dropped
     filled = 0
@@ -369,30 +293,19 @@ class Engine:
       sources[filled : filled + len(slots)], targets[filled : filled + len(slots)] = row, slots
       filled += len(slots)
       self.counters.prefill_tokens += len(prefix)
-    tokens, sources, targets = jax.device_put((tokens, sources, targets), (self._rows, self._whole, self._whole))
-    computed, put = self._program("prefill", length)(self._params, tokens), self._program("put", length, self._length)
-    self._cache = tuple(put(old, new, sources, targets) for old, new in zip(self._cache, computed, strict=True))
+    placed = jax.device_put((tokens, sources, targets), (programs.rows, programs.whole, programs.whole))
+    computed, put = programs.prefill(length)(self._params, placed[0]), programs.put(length, self._length)
+    self._cache = tuple(put(old, new, *placed[1:]) for old, new in zip(self._cache, computed, strict=True))
 
-  def _slot_arrays(self) -> _decode.Slots:
-    size = self._config.slots
-    slots = _decode.Slots(
-      token=np.full(size, self._pad, np.int32),
-      position=np.zeros(size, np.int32),
-      drawn=np.zeros(size, np.int32),
-      ticket=np.zeros(size, np.uint32),
-      sample=np.zeros(size, np.uint32),
-      live=np.zeros(size, np.bool_),
-    )
+  def _run_chunk(self) -> _decode.Drawn:
+    slots = _decode.no_slots(self._config.slots, self._pad_id)
     for i, s in self._live().items():
       last = s.tokens[s.length - 1] if s.length else s.prompt[-1]
       row = (last, len(s.prompt) + s.length - 1, s.length, s.ticket, s.index, True)
       for array, value in zip(slots, row, strict=True):
         array[i] = value
-    return slots
-
-  def _run_chunk(self) -> _decode.Drawn:
-    slots, decode = jax.device_put(self._slot_arrays(), self._rows), self._program("decode", self._length)
-    self._cache, drawn = decode(self._params, self._cache, slots, self._device_version)
+    placed, decode = jax.device_put(slots, self._programs.rows), self._programs.decode(self._length)
+    self._cache, drawn = decode(self._params, self._cache, placed, self._device_version)
     return jax.device_get(drawn)
 
   def _collect(self, drawn: _decode.Drawn) -> list[Completion]:
@@ -416,15 +329,8 @@ def _mesh_of_one() -> Mesh:
   return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-def _abstract(tree: Any, shardings: Any) -> Any:
-  """Shapes and dtypes of `tree` with shardings: one for all, or a tree of them."""
-  if isinstance(shardings, NamedSharding):
-    shardings = jax.tree.map(lambda _: shardings, tree)
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-
-def _shardings(tree: Any) -> Any:
-  return jax.tree.map(lambda x: x.sharding, tree)
+def _place(tree: Any, like: Any) -> Any:
+  return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, like))
 
 
 def _layout(params: Params) -> dict[str, tuple[tuple[int, ...], str]]:

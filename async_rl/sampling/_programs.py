@@ -1,0 +1,149 @@
+"""The engine's compiled programs, by the sizes they are made for, and how their arguments lie on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from async_rl.models import ROWS
+from async_rl.models import Cache
+from async_rl.models import Policy
+from async_rl.models import param_shardings
+from async_rl.sampling import _decode
+from async_rl.sampling._config import SamplerConfig
+from async_rl.sampling._weights import prepare_weights
+
+
+class Programs:
+  """Compiles each program once, ahead of its first call.
+
+  A compiled program accepts exactly the shapes, dtypes and shardings it was made for, and everything on its devices:
+  a call can neither recompile nor transfer anything implicitly.
+
+  Attributes:
+    shards: over how many devices the slots are split.
+    params: abstract weights as the programs take them, from `prepare_weights`.
+    raw_params: abstract weights as `Policy.init` gives them.
+    whole: sharding of what every device has.
+    rows: sharding of arrays with slots or prefixes as leading axis.
+    heads: sharding of keys and values.
+
+  Args:
+    policy: the architecture.
+    config: sizes and sampling distribution.
+    stop_ids: tokens that end a sample.
+    mesh: axes among ("data", "fsdp", "tensor").
+
+  Raises:
+    ValueError: if the mesh cannot divide the slots.
+  """
+
+  def __init__(self, policy: Policy, config: SamplerConfig, stop_ids: tuple[int, ...], mesh: Mesh):
+    self._policy, self._config, self._stop_ids = dataclasses.replace(policy, mesh=mesh), config, stop_ids
+    axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
+    self.shards = math.prod(mesh.shape[axis] for axis in axes)
+    if config.slots % self.shards:
+      raise ValueError(
+        f"slots must be a multiple of the mesh's data * fsdp size {self.shards}, got slots={config.slots}."
+      )
+    tensor = "tensor" in mesh.axis_names and policy.config.num_kv_heads % mesh.shape["tensor"] == 0
+    self.whole = NamedSharding(mesh, PartitionSpec())
+    self.rows = NamedSharding(mesh, PartitionSpec(axes))
+    self.heads = NamedSharding(mesh, PartitionSpec(axes, "tensor" if tensor else None))
+    raw = policy.abstract()
+    prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
+    self.raw_params = _abstract(raw, param_shardings(raw, mesh))
+    self.params = _abstract(prepared, param_shardings(prepared, mesh))
+    self._compiled: dict[tuple[Any, ...], Any] = {}
+
+  def __len__(self) -> int:
+    """How many were compiled."""
+    return len(self._compiled)
+
+  def compile_all(self, prefixes: tuple[int, ...]) -> None:
+    """Compiles all programs that prefixes of these padded lengths need."""
+    self.prepare()
+    for length in self._config.lengths:
+      self.decode(length)
+      for other in self._config.lengths:
+        if other != length:
+          self.resize(length, other)
+      for prefix in prefixes:
+        self.prefill(prefix)
+        if prefix <= length:
+          self.put(prefix, length)
+
+  def prefill_rows(self, prefix: int) -> int:
+    """Prefixes in one prefill: as many as make `prefill_tokens`, at most what can be free at once."""
+    rows = max(1, min(self._config.prefill_tokens // prefix, self._config.slots // self._config.group_size))
+    return -(-rows // self.shards) * self.shards
+
+  def init_cache(self, length: int) -> Cache:
+    """An empty cache. Called once, not kept."""
+    init = functools.partial(self._policy.init_cache, self._config.slots, length)
+    return jax.jit(init, out_shardings=self.heads)()
+
+  def prepare(self) -> Callable[..., Any]:
+    """`prepare_weights`: raw params -> params."""
+    function = functools.partial(prepare_weights, self._policy)
+    shardings = jax.tree.map(lambda x: x.sharding, self.params)
+    return self._get(("prepare",), lambda: jax.jit(function, out_shardings=shardings).lower(self.raw_params))
+
+  def prefill(self, prefix: int) -> Callable[..., Any]:
+    """`_decode.prefill` of prefixes padded to this length: params, tokens -> keys and values."""
+    function = functools.partial(_decode.prefill, self._policy)
+    tokens = self._integers((self.prefill_rows(prefix), prefix), self.rows)
+    return self._get(
+      ("prefill", prefix), lambda: jax.jit(function, out_shardings=self.heads).lower(self.params, tokens)
+    )
+
+  def put(self, prefix: int, length: int) -> Callable[..., Any]:
+    """`_decode.put` into a cache of this length: a layer's cache (donated), new, rows, slots -> cache."""
+    rows = self.prefill_rows(prefix)
+    index = self._integers((rows * self._config.group_size,), self.whole)
+    layers = self._layer(self._config.slots, length), self._layer(rows, prefix)
+    jitted = jax.jit(_decode.put, donate_argnums=0, out_shardings=self.heads)
+    return self._get(("put", prefix, length), lambda: jitted.lower(*layers, index, index))
+
+  def resize(self, old: int, new: int) -> Callable[..., Any]:
+    """`_decode.resize`: a layer's cache -> a layer's cache."""
+    jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self.heads)
+    return self._get(("resize", old, new), lambda: jitted.lower(self._layer(self._config.slots, old)))
+
+  def decode(self, length: int) -> Callable[..., Any]:
+    """`_decode.decode_chunk` on a cache of this length: params, cache (donated), slots, version -> cache, drawn."""
+    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
+    cache = (self._layer(self._config.slots, length),) * self._policy.config.num_layers
+    slots = _abstract(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
+    jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.heads, self.whole))
+    return self._get(
+      ("decode", length), lambda: jitted.lower(self.params, cache, slots, self._integers((), self.whole))
+    )
+
+  def _get(self, key: tuple[Any, ...], lower: Callable[[], Any]) -> Callable[..., Any]:
+    if key not in self._compiled:
+      self._compiled[key] = lower().compile()
+    return self._compiled[key]
+
+  def _integers(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+  def _layer(self, rows: int, length: int) -> Any:
+    shape = (rows, self._policy.config.num_kv_heads, length, self._policy.config.head_dim)
+    return (jax.ShapeDtypeStruct(shape, self._policy.dtype, sharding=self.heads),) * 2
+
+
+def _abstract(tree: Any, shardings: Any) -> Any:
+  """Shapes and dtypes of `tree` with shardings: one for all, or a tree of them."""
+  if isinstance(shardings, NamedSharding):
+    shardings = jax.tree.map(lambda _: shardings, tree)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
