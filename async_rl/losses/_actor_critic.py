@@ -45,7 +45,7 @@ def gae(
     carry = jnp.where(trained, advantage, next_advantage), jnp.where(trained, value, next_value)
     return carry, jnp.where(trained, advantage, 0.0)
 
-  start = jnp.zeros(rewards.shape[0]), jnp.zeros(rewards.shape[0])
+  start = jnp.zeros_like(rewards[:, 0]), jnp.zeros_like(values[:, 0])
   _, advantages = jax.lax.scan(step, start, (rewards.T, values.T, jnp.asarray(mask).T), reverse=True)
   return advantages.T, jnp.where(mask, advantages.T + values, 0.0)
 

@@ -48,6 +48,10 @@ def subtract_baseline(
   if normalize_std:
     std = of_group(group_std(rewards, groups, num_groups), groups)
     advantages = advantages / jnp.where(std > MIN_STD, std, 1.0)
+  return _grouped_only(advantages, groups, num_groups)
+
+
+def _grouped_only(advantages: jax.Array, groups: ArrayLike, num_groups: int) -> jax.Array:
   in_group = jnp.logical_and(jnp.asarray(groups) >= 0, jnp.asarray(groups) < num_groups)
   return jnp.where(in_group, advantages, 0.0)
 
@@ -63,8 +67,7 @@ def group_std(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Arr
 def reinforce_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
   """A = R: no baseline."""
   check_rows(rewards, groups=groups)
-  del num_groups
-  return jnp.asarray(rewards, jnp.float32)
+  return _grouped_only(jnp.asarray(rewards, jnp.float32), groups, num_groups)
 
 
 def grpo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, normalize_std: bool = True) -> jax.Array:

@@ -189,8 +189,8 @@ def opob_gradient(
 
   def body(carry: _Carry, inputs: Any) -> tuple[_Carry, tuple[jax.Array, jax.Array]]:
     trajectory, row, closing = inputs
-    log_weight, gradient = score(trajectory)
-    square = squared_norm(gradient)
+    log_weight, gradient = jax.tree.map(lambda x: x.astype(jnp.float32), score(trajectory))
+    square = squared_norm(gradient).astype(jnp.float32)
     factor = row.factor * clamped_exp(jnp.minimum(log_weight, jnp.log(cap)))
     top, weight, reward = _add_to_mean(carry, _log_square(log_weight, code_cap) + jnp.log(square), row.reward)
     baseline = jnp.where(closing, jnp.where(weight > 0, divide_or_zero(reward, weight), row.mean), 0.0)
@@ -207,7 +207,7 @@ def opob_gradient(
   zeros, zero = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), shapes)
   start = _Carry(zeros, zeros, zero - jnp.inf, zero, zero)
   carry, per_row = jax.lax.scan(body, start, (*inputs, closes))
-  squares, log_weights = (jnp.zeros_like(x, jnp.float32).at[order].set(x) for x in per_row)
+  squares, log_weights = (jnp.zeros_like(x).at[order].set(x) for x in per_row)
   advantages = opob_advantages(
     rewards,
     groups,

@@ -54,8 +54,10 @@ def preference_pairs(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> 
 
 def _margin(best: ArrayLike, worst: ArrayLike, reference_best: ArrayLike, reference_worst: ArrayLike) -> jax.Array:
   check_rows(best, worst=worst, reference_best=reference_best, reference_worst=reference_worst)
-  best, worst = jnp.asarray(best, jnp.float32), jnp.asarray(worst, jnp.float32)
-  return best - worst - jax.lax.stop_gradient(jnp.asarray(reference_best) - jnp.asarray(reference_worst))
+  best, worst, reference_best, reference_worst = (
+    jnp.asarray(x, jnp.float32) for x in (best, worst, reference_best, reference_worst)
+  )
+  return best - worst - jax.lax.stop_gradient(reference_best - reference_worst)
 
 
 def dpo_loss(
