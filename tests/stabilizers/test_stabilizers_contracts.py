@@ -3,6 +3,7 @@
 A new stabilizer is one more row of `ROWS`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -57,8 +58,13 @@ STEPS = 6
 
 
 @pytest.fixture(params=ROWS)
-def row(request):
-  return ROWS[request.param]
+def name(request):
+  return request.param
+
+
+@pytest.fixture
+def row(name):
+  return ROWS[name]
 
 
 def make_params(dtype=jnp.float32):
@@ -85,14 +91,40 @@ def at(tree, step):
   return jax.tree.map(lambda x: x[step], tree)
 
 
-def run(transformation, params, gradients, extra, update=None):
-  """The updates of every step and the last state."""
-  update = update or jax.jit(transformation.update)
+def run(transformation, params, gradients, extra, state=None):
+  """The updates of every step, stacked, and the last state; compiled as one scan."""
+
+  @jax.jit
+  def scan(state, params, gradients, extra):
+    def step(state, inputs):
+      gradient, extra = inputs
+      updates, state = transformation.update(gradient, state, params, **extra)
+      return state, updates
+
+    return jax.lax.scan(step, state, (gradients, extra))[::-1]
+
+  return scan(transformation.init(params) if state is None else state, params, gradients, extra)
+
+
+def run_in_a_loop(transformation, params, gradients, extra, **jit_options):
+  """The same, one call per step; also how many programs that took."""
+  update = jax.jit(transformation.update, **jit_options)
   state, all_updates = transformation.init(params), []
   for step in range(STEPS):
     updates, state = update(at(gradients, step), state, params, **at(extra, step))
     all_updates.append(updates)
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_updates), state
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_updates), state, update._cache_size()
+
+
+@functools.cache
+def plain(name, dtype=jnp.float32):
+  """What the row does without anything around it."""
+  return run(ROWS[name].make(), make_params(dtype), make_gradients(dtype), make_extra())
+
+
+@functools.cache
+def plain_matrix_only(name):
+  return run(ROWS[name].make(), {"w": make_params()["w"]}, {"w": make_gradients()["w"]}, make_extra())
 
 
 def signature(tree):
@@ -113,11 +145,13 @@ def assert_finite(tree):
 
 def test_the_gradients_of_this_file_visit_every_regime():
   optimizer = ROWS["control_alignment"].make()
-  state, regimes, update = optimizer.init(make_params()), set(), jax.jit(optimizer.update)
-  for step in range(STEPS):
-    _, state = update(at(make_gradients(), step), state)
-    regimes.add(int(state.alignment_regime))
-  assert regimes == {stabilizers.KEPT, stabilizers.PROJECTED, stabilizers.SKIPPED}
+
+  def step(state, gradient):
+    _, state = optimizer.update(gradient, state)
+    return state, state.alignment_regime
+
+  _, regimes = jax.lax.scan(step, optimizer.init(make_params()), make_gradients())
+  assert set(regimes.tolist()) == {stabilizers.KEPT, stabilizers.PROJECTED, stabilizers.SKIPPED}
 
 
 def test_is_optax_s_own_form(row):
@@ -132,35 +166,28 @@ def test_is_optax_s_own_form(row):
 def test_required_extra_arguments_have_no_default(row):
   transformation, extra = row.make(), at(make_extra(), 0)
   state = transformation.init(make_params())
+  gradient = at(make_gradients(), 0)
   for missing in row.required:
     given = {name: value for name, value in extra.items() if name != missing}
     with pytest.raises(TypeError, match=missing):
-      transformation.update(at(make_gradients(), 0), state, make_params(), **given)
+      transformation.update(gradient, state, **given)
   given = {name: value for name, value in extra.items() if name in row.required}
-  transformation.update(at(make_gradients(), 0), state, make_params(), **given)  # and needs no other, nor params
+  jax.jit(transformation.update)(gradient, state, **given)  # and needs no other, nor params
 
 
-def test_state_keeps_its_signature_and_nothing_recompiles(row):
+def test_loop_equals_scan_without_recompilation(row, name):
   transformation = row.make()
-  update = jax.jit(transformation.update)
-  params, extra = make_params(), make_extra()
-  _, state = run(transformation, params, make_gradients(), extra, update)
-  assert signature(state) == signature(transformation.init(params))
-  assert update._cache_size() == 1
+  updates, state, programs = run_in_a_loop(transformation, make_params(), make_gradients(), make_extra())
+  assert programs == 1
+  assert signature(state) == signature(transformation.init(make_params()))
+  assert_close(updates, plain(name)[0])
+  assert_close(state, plain(name)[1])
 
 
-def test_scan_equals_loop(row):
-  transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
-
-  def step(state, inputs):
-    gradient, extra = inputs
-    updates, state = transformation.update(gradient, state, params, **extra)
-    return state, updates
-
-  state, updates = jax.jit(lambda: jax.lax.scan(step, transformation.init(params), (gradients, extra)))()
-  expected_updates, expected_state = run(transformation, params, gradients, extra)
-  assert_close(updates, expected_updates)
-  assert_close(state, expected_state)
+def test_state_can_be_donated(row, name):
+  updates, state, _ = run_in_a_loop(row.make(), make_params(), make_gradients(), make_extra(), donate_argnums=1)
+  assert_close(updates, plain(name)[0])
+  assert_close(state, plain(name)[1])
 
 
 def test_can_be_one_branch_of_cond(row):
@@ -170,73 +197,61 @@ def test_can_be_one_branch_of_cond(row):
   @jax.jit
   def maybe(use):
     update = lambda: transformation.update(gradient, state, params, **extra)
-    return jax.lax.cond(use, update, lambda: (gradient, state))
+    return jax.lax.cond(use, update, lambda: (gradient, state)), update()
 
-  assert_close(maybe(True), transformation.update(gradient, state, params, **extra))
-  assert_close(maybe(False), (gradient, state))
+  chosen, updated = maybe(True)
+  assert_close(chosen, updated)
+  assert_close(maybe(False)[0], (gradient, state))
 
 
 def test_vmap_equals_one_by_one(row):
   transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
-  factors = jnp.array([1.0, -0.5, 3.0])
 
   @jax.jit
-  def all_updates(factor):
-    scaled = jax.tree.map(lambda g: g * factor, gradients)
-    return run(transformation, params, scaled, extra, transformation.update)
+  def scaled_run(factor):
+    return run(transformation, params, jax.tree.map(lambda g: g * factor, gradients), extra)
 
-  expected = [all_updates(factor) for factor in factors]
-  assert_close(jax.vmap(all_updates)(factors), jax.tree.map(lambda *x: jnp.stack(x), *expected), atol=1e-5)
-
-
-def test_state_can_be_donated(row):
-  transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
-  expected = run(transformation, params, gradients, extra)
-  donating = jax.jit(transformation.update, donate_argnums=1)
-  assert_close(run(transformation, params, gradients, extra, donating), expected)
+  factors = jnp.array([1.0, -0.5, 3.0])
+  expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[scaled_run(factor) for factor in factors])
+  assert_close(jax.vmap(scaled_run)(factors), expected, atol=1e-5)
 
 
-def test_bfloat16_parameters(row):
-  transformation, params = row.make(), make_params(jnp.bfloat16)
-  updates, state = run(transformation, params, make_gradients(jnp.bfloat16), make_extra())
+def test_bfloat16_parameters(row, name):
+  updates, state = plain(name, jnp.bfloat16)
   assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
-  assert signature(state) == signature(transformation.init(params))
+  assert signature(state) == signature(row.make().init(make_params(jnp.bfloat16)))
   own_scalars = [x for x in state if isinstance(x, jax.Array)]
   assert {x.dtype for x in own_scalars} <= {jnp.dtype(t) for t in (jnp.float32, jnp.int32, bool)}
   # The statistics are those of the rounded gradients, not rounded themselves.
   exact_gradients = jax.tree.map(lambda g: g.astype(jnp.float32), make_gradients(jnp.bfloat16))
-  _, exact = run(transformation, make_params(), exact_gradients, make_extra())
+  _, exact = run(row.make(), make_params(), exact_gradients, make_extra())
   if row.arguments.get("reference") != "projected":  # the projected gradient itself is rounded to bfloat16
     assert_close(own_scalars, [x for x in exact if isinstance(x, jax.Array)])
 
 
-def test_masked_leaves_the_rest_alone(row):
-  mask = {"w": True, "b": False}
-  params, gradients, extra = make_params(), make_gradients(), make_extra()
-  updates, _ = run(optax.masked(row.make(), mask), params, gradients, extra)
-  alone, _ = run(row.make(), {"w": params["w"]}, {"w": gradients["w"]}, extra)
-  assert_close(updates["w"], alone["w"])
-  assert_close(updates["b"], gradients["b"])
+def test_masked_leaves_the_rest_alone(row, name):
+  updates, _ = run(optax.masked(row.make(), {"w": True, "b": False}), make_params(), make_gradients(), make_extra())
+  assert_close(updates["w"], plain_matrix_only(name)[0]["w"])
+  assert_close(updates["b"], make_gradients()["b"])
 
 
-def test_partition_with_an_empty_group(row):
-  params, gradients, extra = make_params(), make_gradients(), make_extra()
+def test_partition_with_an_empty_group(row, name):
   groups = {"matrix": row.make(), "vector": optax.sgd(1.0), "nothing": row.make()}
-  updates, state = run(optax.partition(groups, {"w": "matrix", "b": "vector"}), params, gradients, extra)
-  alone, _ = run(row.make(), {"w": params["w"]}, {"w": gradients["w"]}, extra)
-  assert_close(updates["w"], alone["w"])
-  assert_close(updates["b"], -gradients["b"])
+  optimizer = optax.partition(groups, {"w": "matrix", "b": "vector"})
+  updates, state = run(optimizer, make_params(), make_gradients(), make_extra())
+  assert_close(updates["w"], plain_matrix_only(name)[0]["w"])
+  assert_close(updates["b"], -make_gradients()["b"])
+  assert signature(state) == signature(optimizer.init(make_params()))
   assert_finite(state)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_numbers_can_be_injected(row, dtype):
-  params, gradients, extra = make_params(dtype), make_gradients(dtype), make_extra()
+def test_numbers_can_be_injected(row, name, dtype):
   injected = optax.inject_hyperparams(row.factory, hyperparam_dtype=jnp.float32)(**row.arguments)
-  updates, state = run(injected, params, gradients, extra)
+  updates, state = run(injected, make_params(dtype), make_gradients(dtype), make_extra())
   numbers = {name for name, value in row.arguments.items() if isinstance(value, float)}
   assert numbers <= set(state.hyperparams)
-  assert_close(updates, run(row.make(), params, gradients, extra)[0], rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
+  assert_close(updates, plain(name, dtype)[0], rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
 
 
 def test_injected_numbers_are_used(row):
@@ -247,12 +262,10 @@ def test_injected_numbers_are_used(row):
       changed = state._replace(hyperparams=state.hyperparams | {name: jnp.float32(value * 0.9)})
       expected = row.factory(**row.arguments | {name: value * 0.9})
       extra = make_extra()
-      results = []
-      for transformation, initial in ((injected, changed), (expected, expected.init(make_params()))):
-        pinned = transformation._replace(init=lambda params, initial=initial: initial)
-        results.append(run(pinned, make_params(), make_gradients(), extra))
-      assert_close(results[0][0], results[1][0])
-      assert_close(results[0][1].inner_state, results[1][1])
+      updates, state = run(injected, make_params(), make_gradients(), extra, changed)
+      expected_updates, expected_state = run(expected, make_params(), make_gradients(), extra)
+      assert_close(updates, expected_updates)
+      assert_close(state.inner_state, expected_state)
 
 
 def test_abstract_parameters(row):
@@ -270,13 +283,13 @@ def test_abstract_parameters(row):
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-def test_sharded_parameters(row, axis_type):
+def test_sharded_parameters(row, name, axis_type):
   mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
   place = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
   params, gradients, extra = make_params(), make_gradients(), make_extra()
   sharded = {"w": place(params["w"], "fsdp", "tensor"), "b": place(params["b"], ("fsdp", "tensor"))}
   transformation = row.make()
-  expected_updates, expected_state = run(transformation, params, gradients, extra)
+  expected_updates, expected_state = plain(name)
   update = jax.jit(transformation.update)
   state = transformation.init(sharded)
   for step in range(STEPS):
@@ -292,26 +305,34 @@ def test_sharded_parameters(row, axis_type):
 
 
 def test_finite_after_a_nan_gradient(row):
-  transformation, params, gradients, extra = row.make(), make_params(), make_gradients(), make_extra()
+  transformation, gradients, extra = row.make(), make_gradients(), make_extra()
   gradients["w"] = gradients["w"].at[2, 0, 0].set(jnp.nan)
   extra["log_weights"] = extra["log_weights"].at[2, 0].set(jnp.nan)
-  update = jax.jit(transformation.update)
-  state = transformation.init(params)
-  for step in range(STEPS):
-    updates, state = update(at(gradients, step), state, params, **at(extra, step))
-    assert_finite(state)
-    if step != 2:
-      assert_finite(updates)
+
+  @jax.jit
+  def every_step(gradients, extra):
+    def step(state, inputs):
+      gradient, extra = inputs
+      updates, state = transformation.update(gradient, state, **extra)
+      return state, (updates, state)
+
+    return jax.lax.scan(step, transformation.init(make_params()), (gradients, extra))[1]
+
+  updates, states = every_step(gradients, extra)
+  assert_finite(states)
+  assert_finite(jax.tree.map(lambda x: x[3:], updates))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before-adam", "after-adam"])
 def test_chains_and_is_read_by_name(row, first):
   adam = optax.adam(1e-2)
   optimizer = optax.chain(row.make(), adam) if first else optax.chain(adam, row.make())
-  _, state = run(optimizer, make_params(), make_gradients(), make_extra())
+  params = make_params()
+  update = lambda state: optimizer.update(at(make_gradients(), 0), state, params, **at(make_extra(), 0))[1]
+  state = jax.eval_shape(update, optimizer.init(params))
   own = state[0 if first else 1]
   for name in own._fields:
-    if isinstance(getattr(own, name), jax.Array):
+    if isinstance(getattr(own, name), jax.ShapeDtypeStruct):
       assert optax.tree.get(state, name) is getattr(own, name)
 
 
@@ -336,12 +357,11 @@ def test_field_names_of_all_stabilizers_are_distinct():
         assert optax.tree.get(state, name) is not None
 
 
-def test_none_leaves_pass_through(row):
+def test_none_leaves_pass_through(row, name):
   """Equinox marks what is not trained by None."""
-  params, gradients = make_params() | {"static": None}, make_gradients() | {"static": None}
-  updates, _ = run(row.make(), params, gradients, make_extra())
-  assert updates["static"] is None
-  assert_close(updates, run(row.make(), make_params(), make_gradients(), make_extra())[0] | {"static": None})
+  nothing = {"static": None}
+  updates, _ = run(row.make(), make_params() | nothing, make_gradients() | nothing, make_extra())
+  assert_close(updates, plain(name)[0] | nothing)
 
 
 def test_multi_steps_hands_over_the_last_micro_batch_s_log_weights_only():
