@@ -23,10 +23,13 @@ setuptools.setup(
         "grain>=0.2.12",
         "importlib_resources>=6",  # tensorflow-datasets imports it without declaring it
         "jax>=0.10",
+        "jinja2>=3.1",
+        "math-verify>=0.7",
         "matplotlib>=3.9",
         "numpy>=2",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.11",
+        "protobuf>=5",
         "reasoning-gym>=0.1.20",
         "sentencepiece>=0.2",
         "tensorboardX>=2.6",

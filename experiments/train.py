@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
   except Interrupted as stop:
     print(stop, file=sys.stderr)
     return 143
-  except (ValueError, RunFolderError, CheckpointError, FileNotFoundError) as error:
+  except (ValueError, RunFolderError, CheckpointError, NotImplementedError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

@@ -28,6 +28,8 @@ from async_rl.types import Request
 
 #: Longest wait, in seconds, before an idle actor looks again whether the run goes on.
 _PATIENCE = 1.0
+#: A run whose rewards fail for this many steps' worth of groups in a row is given up.
+_FAILED_STEPS = 4
 
 
 @dataclasses.dataclass
@@ -61,6 +63,7 @@ class Actor:
     self._parts, self._engine, self._buffer = parts, parts.engine, buffer
     self._rewards, self._ledger, self._recorder = rewards, ledger, recorder
     self._open: dict[int, _OpenGroup] = {}
+    self._failed_in_a_row = 0
     self._lock = threading.Lock()
 
   def run(self, store: WeightStore) -> None:
@@ -73,20 +76,22 @@ class Actor:
             self.submit(ticket)
           busy = self.advance()
         if not busy:
-          self._rest()
+          self._rest(store)
     except Closed:
       pass
     except BaseException as error:
       self._buffer.close(error)
 
-  def _rest(self) -> None:
-    """Waits for something to do: a reward if any is due, else permission for the next group."""
+  def _rest(self, store: WeightStore) -> None:
+    """Waits for something to do: a reward if any is due, else permission for the next group, else newer weights."""
     due = [future for group in self._open.values() for future in group.rewards.values() if not future.done()]
     if due:
       concurrent.futures.wait(due, timeout=_PATIENCE, return_when=concurrent.futures.FIRST_COMPLETED)
     elif (ticket := self._buffer.wait_submit(self.version, timeout=_PATIENCE)) is not None:
       with self._lock:
         self.submit(ticket)
+    else:
+      store.latest(at_least=self.version + 1, timeout=_PATIENCE)
 
   @property
   def version(self) -> int:
@@ -123,10 +128,12 @@ class Actor:
     """Finishes all groups that were submitted."""
     while self._open:
       if not self.advance():
-        self._await_rewards()
+        self.settle()
 
-  def _await_rewards(self) -> None:
+  def settle(self) -> None:
+    """Waits for the rewards of all finished samples, and hands in what they complete."""
     concurrent.futures.wait([f for group in self._open.values() for f in group.rewards.values()])
+    self._hand_in()
 
   def _judge(self, completion: Completion) -> None:
     group = self._open[completion.ticket]
@@ -147,11 +154,20 @@ class Actor:
         rewards=np.array([result.value for result in results], np.float32),
         failures=failures,
       )
-      if failures == size:  # nothing can be learned from it, and its rewards are all stand-ins
-        self._buffer.fail(ticket, "reward")
-        self._ledger.failed(drawn_tokens(finished), "reward")
-      else:
+      if failures < size:
+        self._failed_in_a_row = 0
         self._buffer.put(finished)
+      else:
+        self._give_up(finished, results[-1].reason)
+
+  def _give_up(self, group: Group, reason: str) -> None:
+    """Replaces a group whose rewards are all stand-ins: nothing can be learned from it."""
+    self._failed_in_a_row += 1
+    limit = _FAILED_STEPS * self._parts.experiment.groups
+    if self._failed_in_a_row >= limit:
+      raise RuntimeError(f"The rewards of {limit} groups in a row failed, the last ones: {reason}.")
+    self._buffer.fail(group.request.ticket, "reward")
+    self._ledger.failed(drawn_tokens(group), "reward")
 
   # Checkpoints.
 

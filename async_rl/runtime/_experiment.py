@@ -101,6 +101,8 @@ class Experiment:
     for field in ("max_lag", "eval_every", "eval_prompts", "checkpoint_every", "reward_workers"):
       if getattr(self, field) < 0:
         raise ValueError(f"{field} must not be negative, got {field}={getattr(self, field)}.")
+    if not self.temperature > 0:
+      raise ValueError(f"temperature must be above 0, got temperature={self.temperature}; training needs samples.")
     if self.mode == "async" and self.generation_devices == 0 and self.max_lag == 0:
       raise ValueError("max_lag=0 on shared devices leaves nothing to overlap; use mode='sync', or raise max_lag.")
 

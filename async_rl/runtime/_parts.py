@@ -40,6 +40,8 @@ class Parts:
   """
 
   def __init__(self, experiment: Experiment):
+    if jax.process_count() > 1:
+      raise NotImplementedError(f"Runs on several hosts are not supported yet, got {jax.process_count()} processes.")
     self.experiment = experiment
     in_turn = experiment.mode == "sync"
     self.meshes = make_meshes(

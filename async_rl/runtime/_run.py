@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import signal
@@ -171,6 +172,7 @@ class _Run:
         self._learn(self._take())
     finally:
       self.buffer.close()
+      self.store.close()
       thread.join()
 
   def _in_turn(self) -> None:
@@ -182,32 +184,34 @@ class _Run:
       self.actor.set_weights(*self.store.latest(at_least=self.version))
       for step in lags.steps_fed_by(self.version):
         if step < e.steps and step not in self.assigned:
-          self.assigned[step] = [self._submit() for _ in range(e.groups)]
+          tickets = [ticket for _ in range(e.groups) if (ticket := self._submit()) is not None]
+          if tickets:  # the buffer starts whole batches only, so these are all or none
+            self.assigned[step] = tickets
       self.actor.drain()
+      if self.version not in self.assigned:
+        raise EndOfData(f"the data ended after {self.version} steps")
       self._learn(self._take(self.assigned.pop(self.version)))
 
-  def _submit(self) -> int:
-    """Hands the sampler one group, which must be allowed now."""
+  def _submit(self) -> int | None:
+    """Hands the sampler the next group, if there is one."""
     ticket = self.buffer.try_submit(self.actor.version)
-    if ticket is None:
-      raise EndOfData(f"the data ended after {self.version} steps")
-    self.actor.submit(ticket)
+    if ticket is not None:
+      self.actor.submit(ticket)
     return ticket
 
   def _replay(self) -> None:
     """Repeats a recorded asynchronous run, event by event."""
     e = self.experiment
     events = list(read_schedule(e.lag))
-    needed = [event[1] for event in events if event[0] == "weights"]
-    kept: dict[int, Any] = {}
+    needed = {event[1] for event in events if event[0] == "weights"}
     self.store.publish(self.version, self.state.params)
+    kept = dict([self.store.latest(at_least=self.version)])
     for kind, *details in events:
       if self.version == e.steps:
         return
       match kind:
         case "weights":
           self.actor.set_weights(details[0], kept.pop(details[0]))
-          needed.remove(details[0])
         case "submit":
           if self._submit() != details[0]:
             raise ValueError(
@@ -216,9 +220,10 @@ class _Run:
         case "chunk":
           self.actor.advance()
         case "train":
+          self.actor.settle()
           self._learn(self._take(details[1]))
-      if self.version in needed and self.version not in kept:
-        kept[self.version] = self.store.latest(at_least=self.version)[1]
+          if self.version in needed:
+            kept.update([self.store.latest(at_least=self.version)])
 
   # Parts of a step.
 
@@ -232,16 +237,16 @@ class _Run:
       try:
         groups = self.buffer.take(self.version, timeout=_PATIENCE, tickets=tickets)
       except TimeoutError:
-        if tickets is not None:
-          self.actor.drain()  # a replay may be ahead of a reward
         continue
       self.recorder.record("train", self.version, [g.request.ticket for g in groups])
       return groups
 
   def _learn(self, groups: list[Group]) -> None:
     learner, e = self.parts.learner, self.experiment
+    self.idle = max(0.0, time.monotonic() - self.store.ready_at)  # since the step before was computed
     batch = learner.put(learning.pack(groups, learner.shape))
-    self.state, metrics = learner.step(self.state, batch)
+    with self._turn():
+      self.state, metrics = learner.step(self.state, batch)
     self.version += 1
     if self.version < e.steps:
       self.store.publish(self.version, self.state.params)
@@ -275,7 +280,6 @@ class _Run:
       "time": time.monotonic(),
       "generated": float(counters.tokens),
       "slot_steps": float(counters.slot_steps),
-      "learner": waited["learner"],
       "sampler": waited["sampler"],
     }
     if not self.last:
@@ -288,7 +292,7 @@ class _Run:
       "staleness/histogram": staleness_histogram(groups, self.version - 1, self.experiment.lag_bound),
       "time/step": seconds,
       "time/weight_push": self.store.push_seconds,
-      "idle/learner": min(1.0, change["learner"] / seconds),
+      "idle/learner": min(1.0, self.idle / seconds),
       "idle/generator": min(1.0, change["sampler"] / seconds),
       "throughput/generated": change["generated"] / seconds,
       "throughput/trained": sum(map(drawn_tokens, groups)) / seconds,
@@ -306,10 +310,15 @@ class _Run:
     self._flush_metrics()
     engine = self.parts.evaluator
     engine.set_weights(self.state.params, self.version)
-    found = evaluate(self.parts, engine, self.parts.held_out, self.rewards)
+    with self._turn():
+      found = evaluate(self.parts, engine, self.parts.held_out, self.rewards)
     self.accuracy[self.version] = found["accuracy"]
     self.writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
     self.progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}")
+
+  def _turn(self) -> contextlib.AbstractContextManager[None]:
+    """Where both roles share devices only one thread may launch programs: the order must be the same on each device."""
+    return self.actor.paused() if self.parts.meshes.colocated else contextlib.nullcontext()
 
   # Checkpoints.
 

@@ -1,0 +1,224 @@
+"""Whole runs: the three ways agree, any interruption can be undone, nothing is lost, everything ends."""
+
+import dataclasses
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+from tiny import DigitSums
+from tiny import Tiny
+
+from async_rl import models
+from async_rl import runtime
+from async_rl.runtime import _run
+
+
+def params_of(summary, experiment):
+  """The final parameters, read back from the checkpoint."""
+  abstract = runtime.Parts(experiment).learner.abstract()
+  store = runtime.Checkpointer(summary.folder.checkpoints, keep=1, fingerprint=_model(experiment))
+  state, host = store.restore(abstract)
+  store.close()
+  return jax.device_get(state), host
+
+
+def _model(experiment):
+  return {"model": dataclasses.asdict(runtime.Parts(experiment).policy.config)}
+
+
+def run(experiment):
+  summary = runtime.train(experiment)
+  return summary, *params_of(summary, experiment)
+
+
+def assert_identical(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def rows(summary):
+  return [r for r in runtime.read_metrics(summary.folder.metrics) if "reward/mean" in r]
+
+
+def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
+  shared = dict(generation_devices=0, max_lag=0, steps=4)
+  _, simulated, _ = run(Tiny(run_dir=str(tmp_path / "simulated"), **shared))
+  summary, sync, host = run(Tiny(run_dir=str(tmp_path / "sync"), mode="sync", **shared))
+  assert_identical(simulated, sync)
+  assert summary.version == 4
+  assert host["ledger"]["ended"]["trained"] == host["ledger"]["generated"] > 0
+  assert all(r["staleness/max"] == 0 for r in rows(summary))
+  assert all(r["logprob_difference/lag_zero"] < 1e-5 for r in rows(summary))
+
+
+@pytest.mark.parametrize("lag", ["fixed", "heavy"])
+def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, monkeypatch, lag):
+  make = lambda name, **options: Tiny(run_dir=str(tmp_path / name), lag=lag, max_lag=3, checkpoint_every=2, **options)
+  summary, whole, host = run(make("whole"))
+  assert rows(summary)[-1]["staleness/max"] == (3 if lag == "fixed" else rows(summary)[-1]["staleness/max"])
+
+  learn = _run._Run._learn
+
+  def dies(self, groups):
+    if self.version == 5:
+      raise KeyboardInterrupt
+    learn(self, groups)
+
+  monkeypatch.setattr(_run._Run, "_learn", dies)
+  with pytest.raises(KeyboardInterrupt):
+    runtime.train(make("killed"))
+  monkeypatch.setattr(_run._Run, "_learn", learn)
+  resumed_summary, resumed, resumed_host = run(make("killed"))
+  assert_identical(whole, resumed)
+  assert resumed_host["ledger"] == host["ledger"]
+  assert [r["reward/mean"] for r in rows(resumed_summary)] == [r["reward/mean"] for r in rows(summary)]
+
+
+def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
+  options = dict(steps=8, max_lag=2, decode_chunk=2)
+  summary, state, host = run(Tiny(run_dir=str(tmp_path / "async"), mode="async", **options))
+  assert max(r["staleness/max"] for r in rows(summary)) <= 2
+  assert host["ledger"]["ended"]["stale"] == 0
+  assert host["ledger"]["ended"]["trained"] == sum(r["tokens/trained"] for r in rows(summary))
+  schedule = list(runtime.read_schedule(summary.folder.schedule))
+  assert [e[1] for e in schedule if e[0] == "train"] == list(range(8))
+  replay = Tiny(run_dir=str(tmp_path / "replay"), lag=str(summary.folder.schedule), **options)
+  _, replayed, _ = run(replay)
+  assert_identical(state.params, replayed.params)
+
+
+def test_async_resumes_with_everything_in_flight(tmp_path):
+  make = lambda steps: Tiny(run_dir=str(tmp_path), mode="async", steps=steps, max_lag=2, decode_chunk=2)
+  _, _, first = run(make(4))
+  summary, _, _ = run(make(8))
+  assert summary.version == 8
+  trained = [t for e in runtime.read_schedule(summary.folder.schedule) if e[0] == "train" for t in e[2]]
+  assert len(trained) == len(set(trained)) == 8 * 4
+  assert set(trained) >= set(first["actor"]["tickets"].tolist())
+  assert max(r["staleness/max"] for r in rows(summary)) <= 2
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+  experiment = Tiny(run_dir=str(tmp_path), mode="async", steps=10_000)
+  timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGTERM))
+  timer.start()
+  with pytest.raises(runtime.Interrupted, match="resumes it"):
+    runtime.train(experiment)
+  done = max(r["step"] for r in rows_at(tmp_path))
+  summary = runtime.train(dataclasses.replace(experiment, steps=done + 2))
+  assert summary.version == done + 2
+
+
+def rows_at(path):
+  return [r for r in runtime.read_metrics(path / "metrics.jsonl") if "reward/mean" in r]
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(DigitSums):
+  def reward(self, prompt, text, finish):
+    raise ZeroDivisionError
+
+
+@dataclasses.dataclass(frozen=True)
+class BrokenTiny(Tiny):
+  def task(self):
+    return Broken(numbers=2, train=64, test=8, data_dir=super().task().data_dir)
+
+
+@pytest.mark.parametrize("mode", ["async", "simulated"])
+def test_an_error_of_the_sampler_ends_the_run_with_its_cause(tmp_path, monkeypatch, mode):
+  monkeypatch.setattr(runtime.Actor, "_judge", lambda *_: (_ for _ in ()).throw(MemoryError("in the sampler")))
+  with pytest.raises(MemoryError, match="in the sampler"):
+    runtime.train(Tiny(run_dir=str(tmp_path), mode=mode))
+  assert not any(t.name == "actor" and t.is_alive() for t in threading.enumerate())
+
+
+def test_a_task_whose_rewards_all_fail_ends_the_run(tmp_path):
+  with pytest.raises(RuntimeError, match="rewards of .* groups in a row failed"):
+    runtime.train(BrokenTiny(run_dir=str(tmp_path), mode="async"))
+
+
+@pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
+def test_the_end_of_the_data_ends_the_run(tmp_path, mode):
+  summary = runtime.train(Tiny(run_dir=str(tmp_path), mode=mode, steps=100, epochs=1, train_prompts=18, max_lag=1))
+  assert summary.ended_early
+  assert summary.version == 18 // 4
+
+
+@pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
+def test_no_recompilation_after_the_first_steps(tmp_path, mode):
+  compiled = []
+  count = lambda name, *_, **__: compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
+  at = {}
+
+  learn = _run._Run._learn
+
+  def watched(self, groups):
+    learn(self, groups)
+    at[self.version] = len(compiled)
+
+  jax.monitoring.register_event_duration_secs_listener(count)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(_run._Run, "_learn", watched)
+    runtime.train(Tiny(run_dir=str(tmp_path), mode=mode, steps=12, checkpoint_every=5))
+  assert at[2] > 0
+  assert at[12] == at[2]
+
+
+def test_memory_stays_flat_over_300_steps(tmp_path):
+  used = {}
+  learn = _run._Run._learn
+
+  def watched(self, groups):
+    learn(self, groups)
+    with open("/proc/self/statm") as statm:
+      used[self.version] = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(_run._Run, "_learn", watched)
+    runtime.train(Tiny(run_dir=str(tmp_path), mode="async", steps=360, decode_chunk=16))
+  assert used[360] - used[60] < 30, {step: round(used[step]) for step in range(60, 361, 60)}
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(max_prompt_tokens=3), "max_prompt_tokens=3"),
+    (dict(rows=3, generation_devices=4), r"rows=3 .* make rows a multiple of 4"),
+    (dict(slots=6, generation_devices=4), "slots must be a multiple"),
+    (dict(generation_devices=8), "generation=8 of 8 devices"),
+    (dict(slots=1), "slots must be at least group_size"),
+    (dict(row_tokens=17), "row_tokens=17"),
+  ],
+)
+def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, message):
+  with pytest.raises(ValueError, match=message):
+    runtime.train(Tiny(run_dir=str(tmp_path), **options))
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [(dict(steps=0), "steps=0"), (dict(max_lag=-1), "max_lag=-1"), (dict(temperature=0), "temperature=0")],
+)
+def test_options_are_checked_before_anything_happens(options, message):
+  with pytest.raises(ValueError, match=message):
+    Tiny(**options)
+
+
+def test_a_folder_of_another_run_is_left_alone(tmp_path):
+  runtime.train(Tiny(run_dir=str(tmp_path), steps=1))
+  before = (tmp_path / "metrics.jsonl").read_text()
+  with pytest.raises(runtime.RunFolderError, match="learning_rate: 0.01 -> 0.5.*--overwrite"):
+    runtime.train(Tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5))
+  assert (tmp_path / "metrics.jsonl").read_text() == before
+  assert runtime.train(Tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5, overwrite=True)).version == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, monkeypatch):
+  runtime.train(Tiny(run_dir=str(tmp_path), steps=1))
+  wide = dataclasses.replace(Tiny().policy().config, d_ff=64)
+  monkeypatch.setattr(Tiny, "policy", lambda self: models.Policy(wide, dtype="float32"))
+  with pytest.raises(runtime.CheckpointError, match="another model .*d_ff: 32 -> 64"):
+    runtime.train(Tiny(run_dir=str(tmp_path), steps=2))
