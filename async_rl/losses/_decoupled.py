@@ -61,12 +61,12 @@ def decoupled_ppo(
   >>> decoupled_ppo(p, m, jnp.array([1.0]), one > 0, proximal=q).loss
   Array([[-2.4]], dtype=float32)
   """
+  if weight_cap is not None and not weighted:
+    raise ValueError(f"*weight_cap* caps the weight that weighted=False drops; give one of them, got {weight_cap=}.")
   proximal = jax.lax.stop_gradient(jnp.asarray(proximal, jnp.float32))
   log_weights = log_ratios(proximal, behaviour, mask)
-  kept = jnp.asarray(mask) if weight_reject is None else log_weights <= jnp.log(weight_reject)
-  capped = jnp.zeros_like(log_weights, bool) if weight_cap is None else log_weights > jnp.log(weight_cap)
-  if weight_cap is not None:
-    log_weights = jnp.minimum(log_weights, jnp.log(weight_cap))
+  keep = mask if weight_reject is None else log_weights <= jnp.log(weight_reject)
+  log_cap = jnp.inf if weight_cap is None else jnp.log(weight_cap)
   out = clipped_surrogate(
     log_ratios(logprobs, proximal, mask),
     advantages,
@@ -74,9 +74,9 @@ def decoupled_ppo(
     low=low,
     high=high,
     dual_clip=dual_clip,
-    log_weights=log_weights if weighted else 0.0,
+    log_weights=jnp.minimum(log_weights, log_cap) if weighted else 0.0,
   )
-  return restrict(out._replace(clipped=out.clipped | (mask & capped)), kept)
+  return restrict(out._replace(clipped=out.clipped | (mask & (log_weights > log_cap))), keep)
 
 
 def interpolated_proximal(

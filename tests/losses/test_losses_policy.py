@@ -325,5 +325,7 @@ def test_errors_name_the_value():
     losses.ppo_clip(ones, ones, jnp.ones(2), mask, high=-0.1)
   with pytest.raises(ValueError, match=r"dual_clip=0\.5"):
     losses.ppo_clip(ones, ones, jnp.ones(2), mask, dual_clip=0.5)
+  with pytest.raises(ValueError, match=r"weighted=False.*weight_cap=2\.0"):
+    losses.decoupled_ppo(ones, ones, jnp.ones(2), mask, proximal=ones, weighted=False, weight_cap=2.0)
   with pytest.raises(ValueError, match="lag"):
     losses.a3po(ones, ones, jnp.ones(2), mask, lag=jnp.ones(2))
