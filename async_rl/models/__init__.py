@@ -19,6 +19,10 @@ from async_rl.models._hf_config import write_hf_config
 from async_rl.models._load import Checkpoint
 from async_rl.models._load import load_params
 from async_rl.models._load import open_checkpoint
+from async_rl.models._lora import LoRA
+from async_rl.models._lora import init_adapters
+from async_rl.models._lora import merge_adapters
+from async_rl.models._lora import split_trainable
 from async_rl.models._policy import REMAT
 from async_rl.models._policy import Cache
 from async_rl.models._policy import Params

@@ -25,6 +25,9 @@ from jax.sharding import Mesh
 
 from async_rl.models import _attention
 from async_rl.models._config import ModelConfig
+from async_rl.models._lora import LoRA
+from async_rl.models._lora import adapted
+from async_rl.models._lora import init_adapters
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
 
@@ -71,6 +74,11 @@ class Ends(nnx.Module):
     return self.embed[...].T if self.config.tie_embeddings else self.head[...]
 
 
+def _plain(name: str, x: Array, y: Array) -> Array:
+  del name, x
+  return y
+
+
 class Layer(nnx.Module):
   """Attention and gated feed-forward, each with a residual connection."""
 
@@ -96,19 +104,25 @@ class Layer(nnx.Module):
     if c.post_norms:
       self.attention_post_norm, self.mlp_post_norm = RMSNorm(c.d_model, c), RMSNorm(c.d_model, c)
 
-  def __call__(self, x: Array, angles: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]]):
-    """x [..., D], angles [..., d / 2] -> ([..., D], what `attend` returns besides its output)."""
+  def __call__(
+    self, x: Array, angles: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]], adapt: Callable = _plain
+  ):
+    """x [..., D], angles [..., d / 2] -> ([..., D], what `attend` returns besides its output).
+
+    `adapt(name, input, output)` gives the output to use for each linear map.
+    """
     c = self.config
+    linear = lambda name, x: adapt(name, x, getattr(self, name)(x))
     h = self.attention_norm(x)
-    q, k, v = (f(h).reshape(*h.shape[:-1], -1, c.head_dim) for f in (self.q, self.k, self.v))
+    q, k, v = (linear(name, h).reshape(*h.shape[:-1], -1, c.head_dim) for name in "qkv")
     if c.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     out, extra = attend(_rotate(q, angles), _rotate(k, angles), v)
-    h = self.o(out.reshape(*out.shape[:-2], -1))
+    h = linear("o", out.reshape(*out.shape[:-2], -1))
     x = x + (self.attention_post_norm(h) if c.post_norms else h)
     h = self.mlp_norm(x)
     activation = jax.nn.silu if c.activation == "silu" else jax.nn.gelu
-    h = self.down(activation(self.gate(h)) * self.up(h))
+    h = linear("down", activation(linear("gate", h)) * linear("up", h))
     return x + (self.mlp_post_norm(h) if c.post_norms else h), extra
 
 
@@ -132,6 +146,7 @@ class Policy:
       attention output, which is kept).
     mesh: if given, activations are laid out on it: rows over ("data", "fsdp"), heads, features and vocabulary over
       "tensor". Without, the compiler may gather activations where gathering weights is cheaper.
+    lora: if given, `init` adds "adapters" to the parameters and they take part; see `split_trainable`.
   """
 
   config: ModelConfig
@@ -139,6 +154,7 @@ class Policy:
   attention: str = "auto"
   remat: str = "none"
   mesh: Mesh | None = None
+  lora: LoRA | None = None
 
   def __post_init__(self):
     if self.remat not in REMAT:
@@ -151,7 +167,8 @@ class Policy:
     """Random float32 parameters, layers stacked."""
     keys = jax.random.split(key, self.config.num_layers + 1)
     make = lambda module, key: nnx.to_pure_dict(nnx.split(module(self.config, self._dtype, nnx.Rngs(key)))[1])
-    return {"ends": make(Ends, keys[0]), "layers": jax.vmap(functools.partial(make, Layer))(keys[1:])}
+    params = {"ends": make(Ends, keys[0]), "layers": jax.vmap(functools.partial(make, Layer))(keys[1:])}
+    return params if self.lora is None else params | {"adapters": init_adapters(self.lora, params, keys[0])}
 
   def abstract(self) -> Params:
     """Shapes and dtypes of `init`, without computing anything."""
@@ -187,7 +204,7 @@ class Policy:
     Returns:
       hidden states [B, D] that predict the next token, and the cache with this token in it.
     """
-    layers = _as_list(params["layers"], self.config.num_layers)
+    params = unstack_layers(params)
     rows = jnp.arange(tokens.shape[0])
 
     def attend(kv, window, q, k, v):
@@ -199,9 +216,10 @@ class Policy:
 
     ends = self._ends(params)
     x, new_cache = ends.encode(tokens, self.mesh), []
-    for layer, kv, window, frequency in zip(layers, cache, *self._per_layer(), strict=True):
+    per_layer = zip(params["layers"], self._adapters(params), cache, *self._per_layer(), strict=True)
+    for layer, adapters, kv, window, frequency in per_layer:
       angles = positions[:, None] * frequency[None, :]
-      x, kv = self._layer(layer)(x, angles, functools.partial(attend, kv, window))
+      x, kv = self._layer(layer, adapters)(x, angles, functools.partial(attend, kv, window))
       new_cache.append(kv)
     return ends.final_norm(x), tuple(new_cache)
 
@@ -233,8 +251,18 @@ class Policy:
   def _ends(self, params: Params) -> Ends:
     return nnx.merge(_graphdef(Ends, self.config, self.dtype), params["ends"])
 
-  def _layer(self, params: Params) -> Layer:
-    return nnx.merge(_graphdef(Layer, self.config, self.dtype), params)
+  def _layer(self, params: Params, adapters: Params | None) -> Callable:
+    layer = nnx.merge(_graphdef(Layer, self.config, self.dtype), params)
+    if self.lora is None or adapters is None:
+      return layer
+    return functools.partial(layer, adapt=functools.partial(adapted, self.lora, adapters))
+
+  def _adapters(self, params: Params) -> Any:
+    """Stacked adapters or `None`; for unstacked layers, a list of either."""
+    if ("adapters" in params) != (self.lora is not None):
+      has = "have" if "adapters" in params else "lack"
+      raise ValueError(f"The parameters {has} adapters and the policy has lora={self.lora}; they must agree.")
+    return params.get("adapters", [None] * self.config.num_layers if isinstance(params["layers"], list) else None)
 
   def _per_layer(self) -> tuple[Any, Any]:
     """Windows and rotary frequencies of the layers; windows are `None`s where no layer has one."""
@@ -262,9 +290,9 @@ class Policy:
     windows, frequencies = self._per_layer()
 
     def body(x, inputs):
-      layer, window, frequency = inputs
+      layer, adapters, window, frequency = inputs
       angles = positions[..., None] * jnp.expand_dims(frequency, range(positions.ndim))
-      x, extra = self._layer(layer)(x, angles, make_attend(window))
+      x, extra = self._layer(layer, adapters)(x, angles, make_attend(window))
       return constrain(x, self.mesh, ROWS), extra
 
     if self.remat != "none":
@@ -273,12 +301,12 @@ class Policy:
     x = ends.encode(tokens, self.mesh)
     if isinstance(params["layers"], list):
       extras = []
-      for inputs in zip(params["layers"], windows, frequencies, strict=True):
+      for inputs in zip(params["layers"], self._adapters(params), windows, frequencies, strict=True):
         x, extra = body(x, inputs)
         extras.append(extra)
     else:
       windows = None if self.config.sliding_window is None else windows
-      x, extras = jax.lax.scan(body, x, (params["layers"], windows, frequencies))
+      x, extras = jax.lax.scan(body, x, (params["layers"], self._adapters(params), windows, frequencies))
       if extras is not None:
         extras = _as_list(extras, self.config.num_layers)
     return ends.final_norm(x), tuple(extras) if extras is not None else None
@@ -296,9 +324,11 @@ def finish_logits(logits: Array, config: ModelConfig) -> Array:
 
 
 def unstack_layers(params: Params) -> Params:
-  """Stacked layers to a list of per-layer dicts."""
+  """Stacked layers, and adapters if there are any, to lists of per-layer dicts."""
+  if isinstance(params["layers"], list):
+    return params
   depth = jax.tree.leaves(params["layers"])[0].shape[0]
-  return {**params, "layers": _as_list(params["layers"], depth)}
+  return {k: v if k == "ends" else _as_list(v, depth) for k, v in params.items()}
 
 
 def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:
@@ -312,8 +342,6 @@ def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:
 
 
 def _as_list(layers: Any, depth: int) -> list[Any]:
-  if isinstance(layers, list):
-    return layers
   return [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(depth)]
 
 

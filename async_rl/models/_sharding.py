@@ -20,6 +20,7 @@ RULES: Sequence[tuple[str, PartitionSpec]] = (
   (r"(q|k|v)/bias$", PartitionSpec("tensor")),
   (r"(o|down)/kernel$", PartitionSpec("tensor", "fsdp")),
   (r"scale$", PartitionSpec()),
+  (r"^adapters/", PartitionSpec()),  # small
 )
 
 #: Mesh axes over which rows (sequences, slots) are split.

@@ -1,0 +1,90 @@
+"""Low-rank adapters: a small subtree of the parameters that is trained and synced while the rest stays put."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Params = dict[str, Any]
+
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+  """y = x W + (alpha / rank) (x A) B, with W frozen, A [in, rank] random and B [rank, out] zero at the start.
+
+  The parameters get a subtree `{"adapters": {target: {"a": [L, in, rank], "b": [L, rank, out]}}}`.
+
+  Attributes:
+    rank: of the update.
+    alpha: numerator of its scale.
+    targets: which linear maps of a layer are adapted.
+
+  References:
+    Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. https://arxiv.org/abs/2106.09685
+  """
+
+  rank: int = 16
+  alpha: float = 32.0
+  targets: tuple[str, ...] = TARGETS
+
+  def __post_init__(self):
+    if self.rank < 1:
+      raise ValueError(f"rank must be at least 1, got rank={self.rank}.")
+    unknown = set(self.targets) - set(TARGETS)
+    if unknown or not self.targets:
+      raise ValueError(f"targets must be some of {TARGETS}, got targets={self.targets!r}.")
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / self.rank
+
+
+def init_adapters(lora: LoRA, params: Params, key: Array) -> Params:
+  """Fresh float32 adapters for stacked `params`; the policy computes the same with them as without."""
+
+  def make(key, kernel):
+    layers, width_in, width_out = kernel.shape
+    a = jax.random.normal(key, (layers, width_in, lora.rank), jnp.float32) * width_in**-0.5
+    return {"a": a, "b": jnp.zeros((layers, lora.rank, width_out), jnp.float32)}
+
+  keys = jax.random.split(key, len(lora.targets))
+  return {name: make(k, params["layers"][name]["kernel"]) for name, k in zip(lora.targets, keys, strict=True)}
+
+
+def adapted(lora: LoRA, adapters: Params, name: str, x: Array, y: Array) -> Array:
+  """y, the output of linear map `name` of one layer for input x, with the layer's adapter added."""
+  if name not in adapters:
+    return y
+  a, b = (adapters[name][part].astype(x.dtype) for part in ("a", "b"))
+  return y + (x @ a) @ b * jnp.asarray(lora.scale, x.dtype)
+
+
+def split_trainable(params: Params) -> tuple[Params, Params]:
+  """(what is trained, what is frozen): the adapters and the rest, or everything and nothing.
+
+  `{**frozen, **trainable}` is the whole again.
+  """
+  if "adapters" not in params:
+    return params, {}
+  return {"adapters": params["adapters"]}, {k: v for k, v in params.items() if k != "adapters"}
+
+
+def merge_adapters(lora: LoRA, params: Params) -> Params:
+  """Stacked parameters of the plain policy that computes the same: W + (alpha / rank) A B in W's dtype."""
+
+  def merge(name, layer):
+    if name not in params["adapters"]:
+      return layer
+    a, b = params["adapters"][name]["a"], params["adapters"][name]["b"]
+    kernel = layer["kernel"]
+    added = lora.scale * jnp.einsum("lir,lro->lio", a, b, precision="highest")
+    return {**layer, "kernel": (kernel + added).astype(kernel.dtype)}
+
+  layers = {name: merge(name, layer) for name, layer in params["layers"].items()}
+  return {"ends": params["ends"], "layers": layers}
