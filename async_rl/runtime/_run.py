@@ -317,8 +317,9 @@ class _Run:
     self.progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}")
 
   def _turn(self) -> contextlib.AbstractContextManager[None]:
-    """Where both roles share devices only one thread may launch programs: the order must be the same on each device."""
-    return self.actor.paused() if self.parts.meshes.colocated else contextlib.nullcontext()
+    """On shared devices only one thread may launch programs at a time: their order must be the same on each device."""
+    shared = self.parts.meshes.colocated and self.parts.meshes.learner.size > 1
+    return self.actor.paused() if shared else contextlib.nullcontext()
 
   # Checkpoints.
 
