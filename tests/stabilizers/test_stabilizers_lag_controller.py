@@ -30,6 +30,11 @@ def test_low_ess_halves_the_lag_and_waits_before_the_next_cut():
   assert allowed == [4] * 10 + [2] * 6 + [1] * 4 + [0] * 10
 
 
+def test_means_start_afresh_after_a_cut():
+  """Or what was seen before the cut would cause the next one."""
+  assert run(stabilizers.control_lag(8, decay=0.8, patience=100), [BAD] + [GOOD] * 30)[-1] == 4
+
+
 def test_never_below_the_smallest_lag():
   assert run(stabilizers.control_lag(8, 3, decay=0.0), [BAD] * 20)[-1] == 3
 
