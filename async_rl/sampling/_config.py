@@ -30,8 +30,8 @@ class SamplerConfig:
     on_update: what happens to the cache of unfinished samples when the weights change: "keep" goes on with keys and
       values of the older weights, "recompute" computes them anew.
     seed: of all randomness, 0 <= seed < 2**32.
-    length_buckets: how many attention lengths a decode step, and how many prompt lengths a prefill is compiled for:
-      the whole, the half, the quarter, ...
+    length_buckets: n; programs are compiled for prompts and for a cache of 1/n, 2/n, ... of the greatest length. A
+      decode step costs what the length costs, so the least that holds all samples is used.
     prefill_tokens: tokens, padding included, that one prefill call should process.
   """
 
@@ -46,7 +46,7 @@ class SamplerConfig:
   logprobs_of: str | None = None
   on_update: str = "keep"
   seed: int = 0
-  length_buckets: int = 3
+  length_buckets: int = 2
   prefill_tokens: int = 1024
 
   def __post_init__(self):
@@ -113,4 +113,4 @@ class SamplerConfig:
 
 
 def _buckets(limit: int, count: int) -> tuple[int, ...]:
-  return tuple(sorted({-(-limit // 2**i // _GRANULE) * _GRANULE for i in range(count)}))
+  return tuple(sorted({-(-limit * i // (count * _GRANULE)) * _GRANULE for i in range(1, count + 1)}))

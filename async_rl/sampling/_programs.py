@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -70,17 +72,18 @@ class Programs:
     return len(self._compiled)
 
   def compile_all(self, prefixes: tuple[int, ...]) -> None:
-    """Compiles all programs that prefixes of these padded lengths need."""
-    self.prepare()
-    for length in self._config.lengths:
-      self.decode(length)
-      for other in self._config.lengths:
-        if other != length:
-          self.resize(length, other)
-      for prefix in prefixes:
-        self.prefill(prefix)
-        if prefix <= length:
-          self.put(prefix, length)
+    """Compiles all programs that prefixes of these padded lengths need, in threads: the compiler lets go of the GIL."""
+    lengths, bind = self._config.lengths, functools.partial
+    jobs: list[Callable[[], Any]] = [
+      self.prepare,
+      *(bind(self.decode, n) for n in lengths),
+      *(bind(self.prefill, n) for n in prefixes),
+    ]
+    jobs += [bind(self.put, *pair) for pair in itertools.product(prefixes, lengths) if pair[0] <= pair[1]]
+    jobs += [bind(self.resize, *pair) for pair in itertools.permutations(lengths, 2)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      for future in [pool.submit(job) for job in jobs]:
+        future.result()
 
   def prefill_rows(self, prefix: int) -> int:
     """Prefixes in one prefill: as many as make `prefill_tokens`, at most what can be free at once."""

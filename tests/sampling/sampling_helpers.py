@@ -1,0 +1,83 @@
+"""A small policy, engines of it that compile once, and the learner's view of what they drew."""
+
+import functools
+
+import jax
+import numpy as np
+
+from async_rl import models
+from async_rl import sampling
+from async_rl.types import Prompt
+from async_rl.types import Request
+
+VOCAB = 150
+STOPS = (1, 2)
+CONFIG = sampling.SamplerConfig(
+  slots=6,
+  group_size=2,
+  max_prompt_tokens=20,
+  max_new_tokens=28,
+  chunk=5,
+  temperature=0.8,
+  seed=4,
+  length_buckets=1,
+)
+
+
+@functools.cache
+def make(dtype="float32"):
+  """A small policy with every option of the Qwen family, and parameters that make peaked distributions."""
+  config = models.ModelConfig(
+    vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, qk_norm=True,
+    qkv_bias=True, vocab_limit=VOCAB - 5,
+  )  # fmt: skip
+  policy = models.Policy(config, dtype=dtype)
+  params = jax.jit(policy.init)(jax.random.key(0))
+  return policy, jax.tree.map(lambda x: 1.2 * x, params)
+
+
+@functools.cache
+def engine_of(dtype="float32", **options):
+  """Engines are kept for their compiled programs; every test leaves them idle."""
+  policy, params = make(dtype)
+  config = sampling.SamplerConfig(**{**vars(CONFIG), **options})
+  engine = sampling.Engine(policy, config, STOPS, pad_id=0)
+  engine.set_weights(params, 3)
+  return engine
+
+
+def requests_of(tickets, seed=0, longest=20):
+  """Prompts of 1 to `longest` tokens; each depends on its ticket and the seed only."""
+
+  def tokens(ticket):
+    rng = np.random.default_rng([seed, ticket])
+    return rng.integers(3, VOCAB - 5, rng.integers(1, longest + 1)).astype(np.int32)
+
+  return [Request(ticket, tokens(ticket), Prompt(ticket, "", None)) for ticket in tickets]
+
+
+@functools.cache
+def scorer(dtype, temperature):
+  policy, _ = make(dtype)
+  return jax.jit(lambda p, *x: models.score(policy, p, *x, temperature=temperature, chunk=16).logprobs)
+
+
+def rescore(completion, prompt, params, dtype="float32", temperature=CONFIG.temperature):
+  """The learner's log-probabilities of a completion, in a padded row."""
+  sequence = np.concatenate([prompt, completion.tokens])
+  row = np.zeros((1, 64), np.int32)
+  row[0, : len(sequence)] = sequence
+  segments = (np.arange(64) < len(sequence)).astype(np.int32)[None]
+  got = scorer(dtype, temperature)(params, row, segments, np.arange(64, dtype=np.int32)[None])
+  return np.asarray(got)[0, len(prompt) : len(sequence)]
+
+
+def same(a, b, exact=True):
+  """Whether two lists of completions are the same samples."""
+  assert [(c.ticket, c.sample) for c in a] == [(c.ticket, c.sample) for c in b]
+  for x, y in zip(a, b, strict=True):
+    np.testing.assert_array_equal(x.tokens, y.tokens)
+    assert x.finish == y.finish
+    if exact:
+      np.testing.assert_array_equal(x.logprobs, y.logprobs)
+    np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-5)

@@ -1,0 +1,70 @@
+"""The slot engine on meshes of eight devices."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from sampling_helpers import CONFIG
+from sampling_helpers import STOPS
+from sampling_helpers import make
+from sampling_helpers import requests_of
+from sampling_helpers import same
+
+from async_rl import sampling
+
+SIZED = dataclasses.replace(CONFIG, slots=8, length_buckets=2)
+
+
+def engine_on(devices, **axes):
+  policy, params = make()
+  mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+  engine = sampling.Engine(policy, SIZED, STOPS, pad_id=0, mesh=mesh)
+  engine.set_weights(params, 3)
+  return engine
+
+
+@pytest.fixture(scope="module")
+def expected():
+  return engine_on(jax.devices()[3:4], data=1).generate(requests_of(range(10)))
+
+
+@pytest.mark.parametrize(
+  "axes",
+  [{"data": 8}, {"data": 4, "fsdp": 1, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}],
+  ids=str,
+)
+def test_samples_are_those_of_one_device(axes, expected):
+  engine = engine_on(jax.devices(), **axes)
+  engine.warmup()
+  compilations = engine.compilations
+  with jax.transfer_guard("disallow"):
+    same(engine.generate(requests_of(range(10))), expected, exact=False)
+  assert engine.compilations == compilations
+
+
+def test_a_part_of_the_devices():
+  engine = engine_on(jax.devices()[4:], data=2, tensor=2)
+  completions = engine.generate(requests_of(range(3)))
+  assert len(completions) == 6
+
+
+def test_the_cache_stays_where_it_is():
+  """No decode step moves keys and values between devices."""
+  engine = engine_on(jax.devices(), data=4, tensor=2)
+  layer = math.prod((8, 2, SIZED.capacity, 8))
+  text = engine._programs.decode(SIZED.capacity).as_text()
+  moved = re.findall(r"= \w+\[([\d,]+)\][^=]* (?:all-gather|all-to-all|collective-permute)\(", text)
+  assert moved, "the tensor axis must communicate something"
+  assert max(math.prod(map(int, shape.split(","))) for shape in moved) < layer / 8
+
+
+def test_slots_that_the_mesh_cannot_divide_are_refused():
+  policy, _ = make()
+  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+  with pytest.raises(ValueError, match="fsdp size 8, got slots=6"):
+    sampling.Engine(policy, CONFIG, STOPS, pad_id=0, mesh=mesh)
