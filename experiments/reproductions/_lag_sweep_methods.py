@@ -1,0 +1,289 @@
+"""The methods of the sweep. A method is a set of knobs; all knobs are traced, so one program runs every method.
+
+Two facts make that possible. The gradient of every policy loss is Σ_t c_t ∇log π(a_t), so the losses differ only in the
+coefficients c = ∂loss/∂log π, [B, T] numbers that are cheap to compute for all of them and to choose from. And the
+stabilizers take traced options that switch them off: power 0, thresholds beyond 1, gain 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from async_rl import losses
+from async_rl import stabilizers
+
+Array = jax.Array
+
+#: Effective sample size, as a share of the batch, that the servo holds and that tempering reaches at least.
+ESS_TARGET = 0.5
+#: Updates over which the learning rate rises.
+WARMUP = 20
+
+
+class Knobs(NamedTuple):
+  """All that differs between two runs, each a scalar; `stack` makes vectors of them.
+
+  Attributes:
+    seed: of everything random, and the warm start that the run begins with.
+    lag: updates between the weights that draw a batch and those that are trained on it; lower while training is
+      younger than that.
+    rate: learning rate of Adam, reached after `WARMUP` updates.
+    loss: index into `LOSSES`.
+    baseline: index into `BASELINES`.
+    ramp: the lag grows by one every so many updates; 1 is a delay queue.
+    ess_power: of `stabilizers.scale_by_ess`.
+    servo: gain of `servo_by_ess`.
+    align_low: of `stabilizers.control_alignment`.
+    align_high: likewise.
+    skip: probability that an update is skipped.
+    b1: Adam's decay of the first moment.
+    anchor: τ in A − τ (log w − its group's mean), a penalty on leaving the behaviour policy, per sequence.
+    token_anchor: β in A − β log ρ_t, the same per token.
+    ahead: share of the way from the weights twice as old that the drawing weights are extrapolated by.
+    average: decay of the moving average of weights that draws; 0 draws from the weights themselves.
+  """
+
+  seed: int | Array = 0
+  lag: int | Array = 0
+  rate: float | Array = 1e-4
+  loss: int | Array = 0
+  baseline: int | Array = 0
+  ramp: int | Array = 1
+  ess_power: float | Array = 0.0
+  servo: float | Array = 0.0
+  align_low: float | Array = 2.0
+  align_high: float | Array = 2.0
+  skip: float | Array = 0.0
+  b1: float | Array = 0.9
+  anchor: float | Array = 0.0
+  token_anchor: float | Array = 0.0
+  ahead: float | Array = 0.0
+  average: float | Array = 0.0
+
+
+def stack(knobs: Sequence[Knobs]) -> Knobs:
+  """The knobs of many runs, as vectors; an option has the type of its default."""
+  return jax.tree.map(
+    lambda default, *column: np.array(column, np.int32 if isinstance(default, int) else np.float32), Knobs(), *knobs
+  )
+
+
+class LossInputs(NamedTuple):
+  """Arguments of the losses: [B, T] each; *lag* int32, *mask* bool."""
+
+  logprobs: Array
+  behaviour: Array
+  advantages: Array
+  mask: Array
+  lag: Array
+
+
+def _plain(loss: losses.PolicyLossFn) -> Callable[[LossInputs], losses.PolicyLoss]:
+  return lambda x: loss(x.logprobs, x.behaviour, x.advantages, x.mask)
+
+
+def _m2po(x: LossInputs) -> losses.PolicyLoss:
+  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behaviour, x.mask)
+  return losses.m2po(*x[:4], threshold=losses.second_moment_threshold(ratios, x.mask))
+
+
+def _recompute(x: LossInputs) -> losses.PolicyLoss:
+  """One update per batch: the weights at its start are the trained ones, and only the behaviour weight remains."""
+  return losses.decoupled_ppo(*x[:4], proximal=x.logprobs)
+
+
+def _prefix_tis(x: LossInputs, cap: float = 8.0) -> losses.PolicyLoss:
+  """Weight of token t: min(Π_{s≤t} ρ_s, cap), the part of the sequence weight that the token's own past explains."""
+  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behaviour, x.mask)
+  weights = losses.clamped_exp(jnp.minimum(jnp.cumsum(ratios, axis=1), jnp.log(cap)))
+  return losses.reinforce(x.logprobs, x.behaviour, weights * x.advantages, x.mask)
+
+
+def _tempered_is(x: LossInputs) -> losses.PolicyLoss:
+  """Weight w^α, mean 1, with the largest α (of 33 in [0, 1]) whose weights have an ESS of `ESS_TARGET` of the batch."""
+  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behaviour, x.mask)
+  tempered = jnp.linspace(0.0, 1.0, 33)[:, None] * losses.sequence_log_weights(ratios)[None, :]
+  reached = jax.vmap(stabilizers.ess_ratio)(tempered) >= ESS_TARGET
+  logs = tempered[jnp.max(jnp.where(reached, jnp.arange(33), 0))]
+  weights = jax.nn.softmax(logs) * logs.size
+  return losses.reinforce(x.logprobs, x.behaviour, weights[:, None] * x.advantages, x.mask)
+
+
+LOSSES: dict[str, Callable[[LossInputs], losses.PolicyLoss]] = {
+  "reinforce": _plain(losses.reinforce),
+  "token_tis": _plain(losses.token_tis),
+  "sequence_tis": _plain(losses.sequence_tis),
+  "ppo": _plain(losses.ppo_clip),
+  "recompute": _recompute,
+  "a3po": lambda x: losses.a3po(*x[:4], lag=x.lag),
+  "gspo": _plain(losses.gspo),
+  "cispo": _plain(losses.cispo),
+  "topr": _plain(losses.topr),
+  "m2po": _m2po,
+  # Not from a paper of the list.
+  "sequence_tis_1": _plain(functools.partial(losses.sequence_tis, cap=1.0)),
+  "gspo_wide": _plain(functools.partial(losses.gspo, low=0.03, high=0.03)),
+  "sequence_ppo": _plain(functools.partial(losses.proximal_rloo, low=0.5, high=1.0)),
+  "prefix_tis": _prefix_tis,
+  "tempered_is": _tempered_is,
+}
+
+BASELINES = ("mean", "opob", "importance_mean")
+
+
+def coefficients(loss: int | Array, inputs: LossInputs) -> Array:
+  """∂(mean over sequences of token means)/∂logprobs under the loss with index *loss*, [B, T]."""
+
+  def one(fn):
+    def mean_loss(logprobs):
+      out = fn(inputs._replace(logprobs=logprobs))
+      return losses.divide_or_zero(*losses.aggregate(out.loss, inputs.mask, "sequence_mean"))
+
+    return jax.grad(mean_loss)(inputs.logprobs)
+
+  return jnp.stack([one(fn) for fn in LOSSES.values()])[loss]
+
+
+def advantages(
+  knobs: Knobs, rewards: Array, groups: Array, num_groups: int, ratios: Array, squared_norms: Array
+) -> Array:
+  """Advantages of every token, [B, T]: the chosen baseline, then the anchors. *ratios* [B, T] are log-ratios."""
+  logs = losses.sequence_log_weights(ratios)
+  by_baseline = jnp.stack(
+    [
+      losses.grpo_advantages(rewards, groups, num_groups, normalize_std=False),
+      losses.opob_advantages(rewards, groups, num_groups, log_weights=logs, squared_norms=squared_norms),
+      losses.importance_mean_advantages(rewards, groups, num_groups, log_weights=logs),
+    ]
+  )
+  bounded = jnp.clip(logs, -losses.LOG_CLAMP, losses.LOG_CLAMP)
+  drift = losses.grpo_advantages(bounded, groups, num_groups, normalize_std=False)
+  per_sequence = by_baseline[knobs.baseline] - knobs.anchor * drift
+  return per_sequence[:, None] - knobs.token_anchor * jnp.clip(ratios, -losses.LOG_CLAMP, losses.LOG_CLAMP)
+
+
+class ServoState(NamedTuple):
+  servo_scale: Array  # shape=(), dtype=float32
+
+
+def servo_by_ess(gain: float | Array) -> optax.GradientTransformationExtraArgs:
+  """Multiplies updates by a factor s <= 1 that is steered so that the batch's ESS ratio stays at `ESS_TARGET`.
+
+  s <- min(1, s exp(gain (ESS ratio - target))), not below 0.01. Unlike `scale_by_ess`, which answers the ESS of one
+  batch, it integrates: it settles at the largest step under which data of this lag keep their worth.
+  """
+
+  def init(params: optax.Params) -> ServoState:
+    del params
+    return ServoState(jnp.ones([], jnp.float32))
+
+  def update(
+    updates: optax.Updates, state: ServoState, params: optax.Params | None = None, *, log_weights: Array, **extra: Any
+  ) -> tuple[optax.Updates, ServoState]:
+    del params, extra
+    error = stabilizers.ess_ratio(log_weights) - ESS_TARGET
+    scale = jnp.clip(state.servo_scale * jnp.exp(gain * error), 0.01, 1.0).astype(jnp.float32)
+    return jax.tree.map(lambda u: scale * u, updates), ServoState(scale)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def optimizer(knobs: Knobs) -> optax.GradientTransformationExtraArgs:
+  """Clipped Adam with every stabilizer around it; with the default knobs they only observe."""
+  inner = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(b1=knobs.b1),
+    optax.scale_by_learning_rate(lambda count: knobs.rate * jnp.minimum(1.0, (count + 1) / WARMUP)),
+    stabilizers.scale_by_ess(knobs.ess_power),
+    servo_by_ess(knobs.servo),
+  )
+  return stabilizers.control_alignment(inner, knobs.align_low, knobs.align_high)
+
+
+def _method(loss: str, *parts: dict[str, Any], **knobs: Any) -> dict[str, Any]:
+  merged = {"loss": list(LOSSES).index(loss)}
+  for part in (*parts, knobs):
+    merged |= part
+  return merged
+
+
+ESS = {"ess_power": 0.5}
+GAC = {"align_low": 0.2, "align_high": 0.8}
+OPOB = {"baseline": BASELINES.index("opob")}
+
+#: The baseline without lag, and with heavier momentum for the candidates that use it.
+SYNC = {
+  "sync": _method("reinforce"),
+  "sync, momentum .97": _method("reinforce", b1=0.97),
+}
+
+#: What papers propose, and their combinations.
+PUBLISHED = {
+  "no correction": _method("reinforce"),
+  "token TIS": _method("token_tis"),
+  "seq TIS": _method("sequence_tis"),
+  "PPO": _method("ppo"),
+  "decoupled PPO": _method("recompute"),
+  "A-3PO": _method("a3po"),
+  "GSPO": _method("gspo"),
+  "CISPO": _method("cispo"),
+  "TOPR": _method("topr"),
+  "M2PO": _method("m2po"),
+  "ESS": _method("sequence_tis", ESS),
+  "OPOB": _method("sequence_tis", OPOB),
+  "VCPO": _method("sequence_tis", ESS, OPOB),
+  "GAC": _method("reinforce", GAC),
+  "seq TIS + GAC": _method("sequence_tis", GAC),
+  "VCPO + GAC": _method("sequence_tis", ESS, OPOB, GAC),
+  "PPO + GAC": _method("ppo", GAC),
+  "PPO + ESS": _method("ppo", ESS),
+  "A-3PO + GAC + ESS": _method("a3po", ESS, GAC),
+}
+
+#: OPOB with exact norms: a program of its own, which makes one gradient per trajectory.
+EXACT = {"OPOB, exact": PUBLISHED["OPOB"], "VCPO, exact": PUBLISHED["VCPO"]}
+
+#: Tried in the hope of reaching sync.
+CANDIDATES = {
+  "PPO + ESS + GAC": _method("ppo", ESS, GAC),
+  "ESS, power 1": _method("sequence_tis", ess_power=1.0),
+  "seq TIS cap 1 + ESS": _method("sequence_tis_1", ESS),
+  "prefix TIS + ESS": _method("prefix_tis", ESS),
+  "tempered IS + ESS": _method("tempered_is", ESS),
+  "importance mean + ESS": _method("sequence_tis", ESS, baseline=BASELINES.index("importance_mean")),
+  "TOPR + ESS": _method("topr", ESS),
+  "wide GSPO + ESS": _method("gspo_wide", ESS),
+  "sequence PPO": _method("sequence_ppo"),
+  "seq TIS + servo": _method("sequence_tis", servo=0.1),
+  "PPO + servo": _method("ppo", servo=0.1),
+  "seq TIS + anchor": _method("sequence_tis", anchor=0.1),
+  "anchor + ESS": _method("sequence_tis", ESS, anchor=0.1),
+  "PPO + token anchor": _method("ppo", token_anchor=0.3),
+  "ahead + ESS": _method("sequence_tis", ESS, ahead=1.0),
+  "PPO + ahead": _method("ppo", ahead=1.0),
+  "momentum .97 + ESS": _method("sequence_tis", ESS, b1=0.97),
+  "PPO + momentum .97": _method("ppo", b1=0.97),
+  "average .9 + ESS": _method("sequence_tis", ESS, average=0.9),
+}
+
+#: Controls: a knob of the first method is measured and given to a run of the second, at the same lag, rate and seed.
+#: (method to be measured, curve, knob that its mean becomes or multiplies, method that it is given to)
+CONTROLS = {
+  "PPO + random skips": ("PPO + GAC", "skipped", "skip", PUBLISHED["PPO"]),
+  "seq TIS, matched rate": ("ESS", "scale", "rate", PUBLISHED["seq TIS"]),
+  "PPO, matched rate": ("PPO + ESS", "scale", "rate", PUBLISHED["PPO"]),
+}
+
+#: Controls that need no measurement.
+RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
+
+METHODS = SYNC | PUBLISHED | CANDIDATES | EXACT | RAMPED | {name: row[3] for name, row in CONTROLS.items()}

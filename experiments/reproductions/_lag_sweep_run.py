@@ -1,0 +1,273 @@
+"""Whole training runs as one function of their knobs, vectorised over runs and split over devices.
+
+The lag is made by drawing every batch with old weights: a ring of the last `MAX_LAG + 1` parameter vectors, read `lag`
+updates back. So every batch is fresh, any schedule of lags is possible, and the drawing weights may be changed
+(averaged, extrapolated) before they draw.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from async_rl import losses
+from async_rl import models
+from async_rl import sampling
+from async_rl import stabilizers
+from experiments.reproductions import _lag_sweep_methods as methods
+from experiments.reproductions import _lag_sweep_tasks as problems
+
+Array = jax.Array
+
+MAX_LAG = 128
+#: What is recorded, each a mean over `Setting.probe_every` updates but for the accuracy, which is the current policy's.
+CURVES = ("accuracy", "reward", "ess", "scale", "cosine", "norm", "skipped", "entropy", "kl", "clipped", "ended")
+
+
+class Drawn(NamedTuple):
+  """Completions [B, C]: token ids, the log-probabilities they were drawn with, and which belong to the text."""
+
+  tokens: Array
+  logprobs: Array
+  mask: Array
+
+
+class Carry(NamedTuple):
+  """State of a run; weights are vectors [P]."""
+
+  weights: Array
+  average: Array  # moving average of the weights
+  opt_state: optax.OptState
+  ring: Array  # [MAX_LAG + 1, P], what draws
+
+
+def _aligned(length: int) -> int:
+  """Rows and caches have lengths that tensor cores like."""
+  return -(-length // 8) * 8
+
+
+class Runner:
+  """The functions of one setting.
+
+  Args:
+    setting: task and sizes.
+    dtype: of activations and of matrices in products; weights are kept in float32.
+    exact_norms: give OPOB the exact gradient norm of every trajectory instead of the estimate from the logits.
+    max_lag: length of the ring less one.
+  """
+
+  def __init__(
+    self, setting: problems.Setting, dtype: str = "bfloat16", exact_norms: bool = False, max_lag: int = MAX_LAG
+  ):
+    self.setting, self.policy, self.exact_norms = setting, setting.policy(dtype), exact_norms
+    self.slots = max_lag + 1
+    self.reward = problems.reward_fn(setting)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.policy.abstract())
+    self.unravel = ravel_pytree(models.unstack_layers(zeros))[1]
+    self.groups = jnp.repeat(jnp.arange(setting.groups), setting.samples)
+
+  def init(self, key: Array) -> Array:
+    """Random weights as a vector [P]."""
+    return ravel_pytree(models.unstack_layers(self.policy.init(key)))[0]
+
+  def draw(self, weights: Array, prompts: Array, samples: int, key: Array) -> Drawn:
+    """*samples* completions of each prompt [Q, T], at temperature 1."""
+    params = sampling.prepare_weights(self.policy, self.unravel(weights))
+    count, length = prompts.shape
+    ones, positions = jnp.ones_like(prompts), jnp.broadcast_to(jnp.arange(length), prompts.shape)
+    hidden, cache = self.policy.prefill(params, prompts, ones, positions)
+    spread = lambda x: jnp.repeat(x, samples, axis=0)
+    room = [(0, 0), (0, 0), (0, _aligned(length + self.setting.completion_tokens - 1) - length), (0, 0)]
+    cache = jax.tree.map(lambda x: jnp.pad(spread(x), room), cache)
+
+    def token(logits, alive, i):
+      drawn = jax.random.categorical(jax.random.fold_in(key, i), logits)
+      logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=1)[:, 0]
+      return drawn, logprobs, alive, alive & (drawn != self.setting.end)
+
+    def step(carry, i):
+      logits, alive, cache = carry
+      drawn, logprobs, written, alive = token(logits, alive, i)
+      hidden, cache = self.policy.decode(params, drawn, jnp.full_like(drawn, length + i), cache)
+      return (self.policy.logits(params, hidden), alive, cache), (drawn, logprobs, written)
+
+    start = (spread(self.policy.logits(params, hidden[:, -1])), jnp.ones(count * samples, bool), cache)
+    last = self.setting.completion_tokens - 1
+    (logits, alive, _), rows = jax.lax.scan(step, start, jnp.arange(last))
+    final = token(logits, alive, last)[:3]
+    return Drawn(*(jnp.concatenate([x, y[None]]).T for x, y in zip(rows, final, strict=True)))
+
+  def score(self, weights: Array, prompts: Array, completions: Array) -> models.TokenStats:
+    """Log-probabilities and the like of completions [B, C] after their prompts [B, Q], under one set of weights."""
+    before, length = prompts.shape[1], prompts.shape[1] + completions.shape[1] - 1
+    tokens = jnp.concatenate([prompts, completions[:, :-1]], axis=1)
+    tokens = jnp.pad(tokens, [(0, 0), (0, _aligned(length) - length)])  # the future, which nothing looks at
+    ones, positions = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    params = self.unravel(weights)
+    hidden = self.policy.hidden(params, tokens, ones, positions)[:, before - 1 : length]
+    count = completions.shape[1]
+    return models.token_stats(self.policy, 1.0, count, hidden, self.policy.unembedding(params), completions)
+
+  def accuracy(self, weights: Array, prompts: Array, count: int, key: Array) -> Array:
+    """Mean reward of one completion each of *count* of the prompts."""
+    chosen = prompts[jax.random.randint(key, (count,), 0, prompts.shape[0])]
+    return jnp.mean(self.reward(chosen, self.draw(weights, chosen, 1, key).tokens))
+
+  def warm_start(self, key: Array, train: problems.Problems, test: problems.Problems) -> tuple[Array, Array, Array]:
+    """Supervised weights of the wanted accuracy, the updates it took, and that accuracy, measured anew."""
+    setting, optimizer = self.setting, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
+
+    def update(carry, i):
+      weights, opt_state = carry
+      rows, variant = jax.random.split(jax.random.fold_in(key, i))
+      rows = jax.random.randint(rows, (64,), 0, train.prompts.shape[0])
+      variant = jax.random.randint(variant, (64,), 0, problems.VARIANTS)
+      completions = train.solutions[rows, variant]
+      loss = lambda weights: -jnp.mean(self.score(weights, train.prompts[rows], completions).logprobs)
+      updates, opt_state = optimizer.update(jax.grad(loss)(weights), opt_state)
+      return (optax.apply_updates(weights, updates), opt_state), None
+
+    def look(carry):
+      state, i, _ = carry
+      state, _ = jax.lax.scan(update, state, i + jnp.arange(setting.warm_every))
+      i += setting.warm_every
+      return state, i, self.accuracy(state[0], test.prompts, setting.probe_prompts, jax.random.fold_in(key, -i))
+
+    weights = self.init(key)
+    start = ((weights, optimizer.init(weights)), jnp.int32(0), jnp.float32(-1))
+    unfinished = lambda carry: (carry[2] < setting.warm_accuracy) & (carry[1] < 5000)
+    (weights, _), updates, _ = jax.lax.while_loop(unfinished, look, start)
+    return weights, updates, self.accuracy(weights, test.prompts, test.prompts.shape[0], key)
+
+  def run(
+    self, knobs: methods.Knobs, weights: Array, train: problems.Problems, test: problems.Problems
+  ) -> dict[str, Array]:
+    """One training run from *weights*: the curves, float32 [steps / probe_every] each."""
+    setting, key = self.setting, jax.random.key(knobs.seed)
+    optimizer = methods.optimizer(knobs)
+    start = Carry(weights, weights, optimizer.init(weights), jnp.zeros((self.slots, weights.size), weights.dtype))
+
+    def update(carry: Carry, version: Array) -> tuple[Carry, dict[str, Array]]:
+      average = knobs.average * carry.average + (1.0 - knobs.average) * carry.weights
+      ring = carry.ring.at[version % self.slots].set(average)
+      lag = jnp.minimum(knobs.lag, version // knobs.ramp)
+      old = ring[(version - lag) % self.slots]
+      older = ring[jnp.maximum(version - 2 * lag, 0) % self.slots]
+      rows, drawing, skipping = jax.random.split(jax.random.fold_in(key, version), 3)
+      rows = jax.random.randint(rows, (setting.groups,), 0, train.prompts.shape[0])
+      drawn = self.draw(old + knobs.ahead * (old - older), train.prompts[rows], setting.samples, drawing)
+      prompts = jnp.repeat(train.prompts[rows], setting.samples, axis=0)
+      gradient, log_weights, metrics = self.gradient(knobs, carry.weights, prompts, drawn, lag)
+      updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.weights, log_weights=log_weights)
+      skip = jax.random.uniform(skipping) < knobs.skip
+      kept = lambda old, new: jax.tree.map(lambda x, y: jnp.where(skip, x, y), old, new)
+      new, opt_state = kept((carry.weights, carry.opt_state), (optax.apply_updates(carry.weights, updates), opt_state))
+      read = functools.partial(optax.tree.get, opt_state)
+      metrics |= {
+        "ess": stabilizers.ess_ratio(log_weights),
+        "scale": read("ess_scale") * read("servo_scale"),
+        "cosine": read("alignment_cosine"),
+        "norm": optax.tree.norm(gradient),
+        "skipped": (skip | (read("alignment_regime") == stabilizers.SKIPPED)).astype(jnp.float32),
+      }
+      return Carry(new, average, opt_state, ring), metrics
+
+    def block(carry: Carry, first: Array) -> tuple[Carry, dict[str, Array]]:
+      carry, metrics = jax.lax.scan(update, carry, first + jnp.arange(setting.probe_every))
+      probe = jax.random.fold_in(key, -1 - first)
+      means = {name: jnp.mean(values) for name, values in metrics.items()}
+      return carry, means | {"accuracy": self.accuracy(carry.weights, test.prompts, setting.probe_prompts, probe)}
+
+    return jax.lax.scan(block, start, jnp.arange(0, setting.steps, setting.probe_every))[1]
+
+  def gradient(
+    self, knobs: methods.Knobs, weights: Array, prompts: Array, drawn: Drawn, lag: Array
+  ) -> tuple[Array, Array, dict[str, Array]]:
+    """The gradient [P] on a batch, its sequences' raw log-weights [B], and what is measured on the way."""
+    rewards, mask = self.reward(prompts, drawn.tokens), drawn.mask
+
+    def score(weights):
+      stats = self.score(weights, prompts, drawn.tokens)
+      return stats.logprobs, stats
+
+    logprobs, pull, stats = jax.vjp(score, weights, has_aux=True)
+    ratios = losses.log_ratios(logprobs, drawn.logprobs, mask)
+    if self.exact_norms:
+      norms = self.squared_norms(weights, prompts, drawn)
+    else:
+      norms = losses.squared_norms_by_logits(logprobs, stats.sum_squares, mask)
+    advantages = methods.advantages(knobs, rewards, self.groups, self.setting.groups, ratios, norms)
+    inputs = methods.LossInputs(logprobs, drawn.logprobs, advantages, mask, jnp.broadcast_to(lag, mask.shape))
+    coefficients = methods.coefficients(knobs.loss, inputs)
+    (gradient,) = pull(coefficients)
+    per_token = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)
+    kl = losses.kl_estimate(drawn.logprobs, logprobs, mask, estimator="k3")
+    metrics = {
+      "reward": jnp.mean(rewards),
+      "entropy": per_token(stats.entropy),
+      "kl": jnp.sum(kl) / mask.shape[0],
+      "clipped": per_token((coefficients == 0) & (advantages != 0)),
+      "ended": jnp.mean(~mask[:, -1] | (drawn.tokens[:, -1] == self.setting.end)),
+    }
+    return gradient, losses.sequence_log_weights(ratios), metrics
+
+  def squared_norms(self, weights: Array, prompts: Array, drawn: Drawn) -> Array:
+    """‖∇ log π(τ_i)‖² of every sequence, exactly, [B]."""
+
+    def one(row):
+      prompt, tokens, mask = (x[None] for x in row)
+      logprob = lambda weights: jnp.sum(jnp.where(mask, self.score(weights, prompt, tokens).logprobs, 0.0))
+      return losses.tree_squared_norm(jax.grad(logprob)(weights))
+
+    return jax.lax.map(one, (prompts, drawn.tokens, drawn.mask), batch_size=self.setting.samples)
+
+  def compile(
+    self, runs: int, mesh: Mesh, warm_starts: int, train: problems.Problems, test: problems.Problems
+  ) -> Program:
+    """Compiles *runs* runs at once, split over the mesh's only axis. Seed s begins with warm start s % warm_starts."""
+    split, whole = PartitionSpec(*mesh.axis_names), PartitionSpec()
+    one = lambda knobs, warm, train, test: self.run(knobs, warm[knobs.seed % warm_starts], train, test)
+    many = jax.shard_map(
+      jax.vmap(one, in_axes=(0, None, None, None)),
+      mesh=mesh,
+      in_specs=(split, whole, whole, whole),
+      out_specs=split,
+      check_vma=False,
+    )
+    shape = lambda x, spec: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec))
+    weights = jax.eval_shape(jax.vmap(self.init), jax.random.split(jax.random.key(0), warm_starts))
+    knobs = methods.stack([methods.Knobs()] * runs)
+    specs = (
+      jax.tree.map(lambda x: shape(x, split), knobs),
+      *(jax.tree.map(lambda x: shape(x, whole), data) for data in (weights, train, test)),
+    )
+    return Program(jax.jit(many).lower(*specs).compile(), runs, mesh, train, test)
+
+
+class Program:
+  """Compiled runs."""
+
+  def __init__(self, compiled, runs: int, mesh: Mesh, *data: problems.Problems):
+    self.runs, self._compiled = runs, compiled
+    self._split = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    self._whole = NamedSharding(mesh, PartitionSpec())
+    self._data = jax.device_put(data, self._whole)
+
+  def describe(self) -> str:
+    memory = self._compiled.memory_analysis()
+    return f"{self.runs} runs, {memory.temp_size_in_bytes / 2**30:.1f} GiB of temporaries a device"
+
+  def __call__(self, knobs: list[methods.Knobs], warm: Array) -> dict[str, np.ndarray]:
+    """The curves, [len(knobs), steps / probe_every] each, of at most `runs` runs from warm starts [W, P]."""
+    padded = jax.device_put(methods.stack([*knobs, *[knobs[-1]] * (self.runs - len(knobs))]), self._split)
+    curves = jax.device_get(self._compiled(padded, jax.device_put(warm, self._whole), *self._data))
+    return {name: values[: len(knobs)] for name, values in curves.items()}

@@ -1,0 +1,170 @@
+"""The sweep's tasks on the device: token arrays of their problems, and their exact rewards as functions of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from async_rl import models
+from async_rl import tasks
+
+Array = jax.Array
+
+#: How many ways of writing a problem's solution the warm start draws from.
+VARIANTS = 4
+
+
+class Problems(NamedTuple):
+  """Problems of a split; every prompt has Q tokens and every solution C, the end token included.
+
+  Attributes:
+    prompts: int32 [P, Q].
+    solutions: int32 [P, VARIANTS, C].
+  """
+
+  prompts: Array
+  solutions: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A task with the sizes that its runs have; hashable.
+
+  Attributes:
+    task: `tasks.Sums` or `tasks.CountdownSteps`.
+    model: the architecture; its vocabulary is the task's symbols, then the end token, then padding.
+    groups: prompts of an update.
+    samples: completions of a prompt.
+    steps: updates of a run.
+    probe_every: updates between two measurements of the current policy's accuracy; the curves have this resolution.
+    probe_prompts: held-out prompts of such a measurement, one completion each.
+    warm_accuracy: accuracy of the supervised warm start.
+    warm_every: supervised updates between two looks at it.
+  """
+
+  task: Any
+  model: models.ModelConfig
+  groups: int = 32
+  samples: int = 8
+  steps: int = 400
+  probe_every: int = 10
+  probe_prompts: int = 512
+  warm_accuracy: float = 0.2
+  warm_every: int = 10
+
+  @property
+  def completion_tokens(self) -> int:
+    return (11 if isinstance(self.task, tasks.Sums) else 6) * (self.task.numbers - 1)
+
+  @property
+  def end(self) -> int:
+    """The end token."""
+    return len(symbols(self.task))
+
+  def policy(self, dtype: str) -> models.Policy:
+    return models.Policy(self.model, dtype=dtype, attention="xla")
+
+
+def _model(symbols: int, d_model: int, num_layers: int) -> models.ModelConfig:
+  vocab = symbols + 1
+  return models.ModelConfig(
+    vocab_size=-(-vocab // 8) * 8, vocab_limit=vocab, d_model=d_model, num_layers=num_layers, num_heads=4,
+    num_kv_heads=4, head_dim=d_model // 4, d_ff=3 * d_model,
+  )  # fmt: skip
+
+
+SETTINGS = {
+  "ch4": Setting(tasks.Sums(numbers=4), _model(13, 128, 3)),
+  "cd4": Setting(tasks.CountdownSteps(numbers=4), _model(107, 128, 3)),
+  "ch3": Setting(tasks.Sums(numbers=3), _model(13, 64, 2), groups=16, steps=200),
+}
+
+#: Changes that make a setting run anywhere in seconds. It learns nothing.
+TINY: dict[str, Any] = {
+  "model": _model(13, 16, 1), "groups": 2, "samples": 4, "steps": 8, "probe_every": 2, "probe_prompts": 8,
+  "warm_accuracy": 0.0, "warm_every": 2,
+}  # fmt: skip
+
+
+def symbols(task: Any) -> list[str]:
+  """What the task's text is made of, in the order of the token ids."""
+  return list(task.corpus) if task.model_type == "char" else task.corpus.split(" ")
+
+
+def encode(task: Any, text: str) -> list[int]:
+  ids = {symbol: i for i, symbol in enumerate(symbols(task))}
+  return [ids[symbol] for symbol in (text if task.model_type == "char" else text.split(" "))]
+
+
+def decode(task: Any, tokens: Any) -> str:
+  """The text of token ids without end tokens and padding."""
+  names = symbols(task)
+  return ("" if task.model_type == "char" else " ").join(names[i] for i in tokens if i < len(names))
+
+
+def problems(setting: Setting, folder: pathlib.Path, data_dir: str | None = None) -> tuple[Problems, Problems]:
+  """The task's train and test problems, kept as tokens in *folder*: a machine that has the file needs no TFDS."""
+  file = folder / f"problems_{setting.task.name}.npz"
+  if not file.exists():
+    task = dataclasses.replace(setting.task, data_dir=data_dir)
+    rng, arrays = np.random.default_rng(0), {}
+    for split in ("train", "test"):
+      prompts = list(task.prompts(split))
+      solutions = [[[*encode(task, task.solution(p, rng)), setting.end] for _ in range(VARIANTS)] for p in prompts]
+      arrays[f"{split}_prompts"] = np.array([encode(task, str(p.text)) for p in prompts], np.int8)
+      arrays[f"{split}_solutions"] = np.array(solutions, np.int8)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+  with np.load(file) as stored:
+    read = lambda split: Problems(*(jnp.asarray(stored[f"{split}_{part}"], jnp.int32) for part in Problems._fields))
+    return read("train"), read("test")
+
+
+def reward_fn(setting: Setting) -> Callable[[Array, Array], Array]:
+  """The task's `reward` as a function of tokens: prompts [B, Q], completions [B, C] -> float32 [B].
+
+  What follows an end token in a completion is ignored. A completion without an end token earns nothing.
+  """
+  right = _sums_right if isinstance(setting.task, tasks.Sums) else _countdown_right
+  return lambda prompts, tokens: right(setting.task, prompts, tokens).astype(jnp.float32)
+
+
+def _sums_right(task: tasks.Sums, prompts: Array, tokens: Array) -> Array:
+  """`12+34+56=` is answered by `34+012=046;56+046=102` and the end token. An early end is a wrong character."""
+  form = [*encode(task, ";".join(["00+000=000"] * (task.numbers - 1))), len(symbols(task))]
+  template = np.array(form, np.int32)[None, :]
+  formed = jnp.all(jnp.where(template == 0, tokens < 10, tokens == template), axis=1)
+  digits = prompts.reshape(-1, task.numbers, 3)
+  total = jnp.sum(10 * digits[:, :, 0] + digits[:, :, 1], axis=1)
+  return formed & (100 * tokens[:, -4] + 10 * tokens[:, -3] + tokens[:, -2] == total)
+
+
+def _countdown_right(task: tasks.CountdownSteps, prompts: Array, tokens: Array) -> Array:
+  """`3 7 12 20 = 45 :` is answered by steps like `20 - 7 = 13`, joined by `;`, and the end token."""
+  plus, minus, times, over, equals, semicolon = (encode(task, symbol)[0] for symbol in "+-*/=;")
+  values = task.largest_value + 1  # the ids below are the numbers themselves
+  left = jnp.sum(jax.nn.one_hot(prompts[:, : task.numbers], values, dtype=jnp.int32), axis=1)
+  right = jnp.ones(tokens.shape[0], bool)
+  for step in range(task.numbers - 1):
+    first, operator, second, equal, result, separator = (tokens[:, 6 * step + i] for i in range(6))
+    last = step == task.numbers - 2
+    right &= (first < values) & (second < values) & (result < values)
+    right &= (equal == equals) & (separator == (len(symbols(task)) if last else semicolon))
+    quotient = first // jnp.maximum(second, 1)
+    divides = (second > 0) & (quotient * second == first)
+    right &= jnp.select(
+      [operator == plus, operator == minus, operator == times, operator == over],
+      [first + second == result, first - second == result, first * second == result, divides & (quotient == result)],
+      False,
+    )
+    left -= jax.nn.one_hot(first, values, dtype=jnp.int32) + jax.nn.one_hot(second, values, dtype=jnp.int32)
+    right &= jnp.all(left >= 0, axis=1)
+    left += jax.nn.one_hot(result, values, dtype=jnp.int32)
+  return right & (tokens[:, -2] == prompts[:, task.numbers + 1])
