@@ -125,9 +125,8 @@ def control_alignment(
     products = _statistics.gradient_products(updates, previous)
     skipped = ~products.finite | (products.defined & (products.cosine >= high))
     subtracted = (1.0 - kept_share(products.cosine)) * products.projection
-    projected = jax.tree.map(
-      lambda g, h: (g.astype(jnp.float32) - subtracted * h.astype(jnp.float32)).astype(g.dtype), updates, previous
-    )
+    wide = _statistics.at_least_float32
+    projected = jax.tree.map(lambda g, h: (wide(g) - subtracted * wide(h)).astype(g.dtype), updates, previous)
     new_updates, inner_state = inner.update(projected, state.inner_state, params, **extra_args)
     # Selecting leaf by leaf fuses into the kernels of `inner` and runs in place. Branches of a `lax.cond` would not,
     # and would hold a second copy of all that they return.

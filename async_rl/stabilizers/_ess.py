@@ -123,7 +123,7 @@ def scale_by_ess(
         raise TypeError("scale_by_ess with reference_decay needs the extra argument on_policy (bool) in update")
       current, count = _running_reference(state, ratio, on_policy, reference_decay)
     scale = jnp.power(jnp.minimum(1.0, ratio / current), power).astype(jnp.float32)
-    updates = jax.tree.map(lambda u: (scale * u.astype(jnp.float32)).astype(u.dtype), updates)
+    updates = jax.tree.map(lambda u: (scale * _statistics.at_least_float32(u)).astype(u.dtype), updates)
     return updates, ScaleByEssState(ratio, scale, current, count)
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -70,6 +70,11 @@ class GradientProducts(NamedTuple):
   finite: jax.Array
 
 
+def at_least_float32(x: jax.Array) -> jax.Array:
+  """Casts up for elementwise arithmetic; float64 stays what it is."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def global_dot(x: Any, y: Any) -> jax.Array:
   """Inner product of two trees, in float32.
 

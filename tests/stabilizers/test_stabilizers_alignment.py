@@ -114,6 +114,16 @@ def test_only_positive_alignment_is_controlled():
   assert int(state.alignment_regime) == stabilizers.KEPT
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_kept_gradient_is_unchanged_to_the_last_bit(dtype):
+  with jax.enable_x64(True):
+    optimizer = stabilizers.control_alignment(optax.identity(), LOW, HIGH)
+    state = optimizer.init(jnp.zeros(2, dtype))
+    for gradient in (jnp.array([1 / 3, 1.0], dtype), jnp.array([-1.0, 1 / 3], dtype)):
+      updates, state = optimizer.update(gradient, state)
+      np.testing.assert_array_equal(updates, gradient)
+
+
 def test_infinite_high_never_skips():
   transformation = stabilizers.control_alignment(optax.identity(), LOW, math.inf, kappa="match")
   state = transformation.init(jnp.zeros(2))

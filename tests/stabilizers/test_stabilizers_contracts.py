@@ -229,6 +229,15 @@ def test_bfloat16_parameters(row, name):
     assert_close(own_scalars, [x for x in exact if isinstance(x, jax.Array)])
 
 
+def test_float64_parameters(row, name):
+  with jax.enable_x64(True):
+    updates, state = run(row.make(), make_params(jnp.float64), make_gradients(jnp.float64), make_extra())
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float64)}
+    own_scalars = [x for x in state if isinstance(x, jax.Array)]
+    assert {x.dtype for x in own_scalars} <= {jnp.dtype(t) for t in (jnp.float32, jnp.int32, bool)}
+  assert_close(updates, plain(name)[0])
+
+
 def test_masked_leaves_the_rest_alone(row, name):
   updates, _ = run(optax.masked(row.make(), {"w": True, "b": False}), make_params(), make_gradients(), make_extra())
   assert_close(updates["w"], plain_matrix_only(name)[0]["w"])
