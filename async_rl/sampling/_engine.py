@@ -75,6 +75,19 @@ class Engine:
 
   Raises:
     ValueError: if the mesh cannot divide the slots, or a token id is outside the vocabulary.
+
+  Examples:
+    >>> config = models.ModelConfig(32, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=16)
+    >>> policy = models.Policy(config, dtype="float32")
+    >>> sampler = SamplerConfig(slots=4, group_size=2, max_prompt_tokens=8, max_new_tokens=5)
+    >>> engine = Engine(policy, sampler, stop_ids=[1], pad_id=0)
+    >>> engine.set_weights(policy.init(jax.random.key(0)), version=7)
+    >>> engine.submit(Request(ticket=0, tokens=np.array([3, 14, 15]), prompt=Prompt(0, "", None)))
+    >>> while not engine.idle:
+    ...   for completion in engine.step():
+    ...     print(completion.sample, completion.finish, completion.versions)
+    0 length [7 7 7 7 7]
+    1 length [7 7 7 7 7]
   """
 
   def __init__(
@@ -222,9 +235,10 @@ class Engine:
         f"The snapshot holds prompts of {state.prompt_lengths.max()} and completions of {state.lengths.max()} tokens, "
         f"too many for (max_prompt_tokens, max_new_tokens)={limits}; restore with limits as high as before."
       )
-    for ticket, group in itertools.groupby(_records.unpack(state, limits[1]), key=lambda s: (s.ticket, s.length == 0)):
-      samples = tuple(group)
-      self._waiting.extend([samples] if ticket[1] else [(s,) for s in samples])
+    samples = _records.unpack(state, limits[1])
+    for (_, fresh), group in itertools.groupby(samples, key=lambda s: (s.ticket, not s.length)):
+      members = tuple(group)
+      self._waiting.extend([members] if fresh else [(s,) for s in members])
 
   # Programs.
 
@@ -262,7 +276,7 @@ class Engine:
     """
     room = lambda s: min(self._config.chunk, self._config.max_new_tokens - s.length)
     needed = [len(s.prompt) + s.length + room(s) for s in self._live().values()] + [self._padded(p) for p, _ in work]
-    length = next(n for n in self._config.lengths if n >= max(needed, default=0))
+    length = next(n for n in self._config.lengths if n >= max(needed))
     if length != self._length:
       layers, self._cache = list(self._cache), ()
       resize, self._length = self._programs.resize(self._length, length), length
