@@ -10,8 +10,8 @@ The order in a chain has a meaning. The one to start from is::
 - `control_alignment` wraps the optimizer, so that a skipped step leaves its moments alone, and sees the gradient before
   clipping (its cosine does not change with clipping; its reported norm does).
 - `scale_by_ess` after the learning rate sets the learning rate of one step. Before clipping it does next to nothing
-  while clipping is active; before Adam it cancels; between Adam and weight decay it spares the decay. Inside
-  `control_alignment`, at the end, is the same as outside, after it.
+  while clipping is active; before Adam it cancels; between Adam and weight decay it spares the decay. At the end of
+  what `control_alignment` wraps it does the same as after it, but its state then stands still on a skipped step.
 - `track_norm` and `track_cosine` go wherever the thing to be observed is.
 
 `optax.MultiSteps` hands a transformation the extra arguments of the last micro-batch only: accumulate gradients

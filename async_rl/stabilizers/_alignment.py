@@ -128,8 +128,8 @@ def control_alignment(
     wide = _statistics.at_least_float32
     projected = jax.tree.map(lambda g, h: (wide(g) - subtracted * wide(h)).astype(g.dtype), updates, previous)
     new_updates, inner_state = inner.update(projected, state.inner_state, params, **extra_args)
-    # Selecting leaf by leaf fuses into the kernels of `inner` and runs in place. Branches of a `lax.cond` would not,
-    # and would hold a second copy of all that they return.
+    # Selecting leaf by leaf can fuse into the kernels of `inner`. The branches of a `lax.cond` cannot, and hold a
+    # second copy of all that they return.
     new_updates = jax.tree.map(lambda u, g: jnp.where(skipped, 0.0, u).astype(g.dtype), new_updates, updates)
     inner_state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state.inner_state, inner_state)
     keeps = ~products.finite if refresh_on_skip else skipped

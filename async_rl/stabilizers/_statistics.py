@@ -102,7 +102,6 @@ def gradient_products(gradient: Any, reference: Any) -> GradientProducts:
   norm, reference_norm = global_norm(gradient), global_norm(reference)
   finite = jnp.isfinite(norm)
   defined = finite & jnp.isfinite(reference_norm) & (norm > 0) & (reference_norm > 0)
-  safe = lambda x: jnp.where(defined, x, 1.0)
-  cosine = jnp.where(defined, dot, 0.0) / safe(norm) / safe(reference_norm)  # the product of norms could overflow
-  cosine = jnp.clip(cosine, -1.0, 1.0)
-  return GradientProducts(norm, cosine, cosine * safe(norm) / safe(reference_norm), defined, finite)
+  cosine = jnp.clip(jnp.where(defined, dot / (norm * reference_norm), 0.0), -1.0, 1.0)
+  projection = jnp.where(defined, cosine * (norm / reference_norm), 0.0)
+  return GradientProducts(norm, cosine, projection, defined, finite)
