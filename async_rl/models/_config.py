@@ -6,9 +6,6 @@ import dataclasses
 
 import numpy as np
 
-#: Window of a layer that attends to everything before it.
-GLOBAL_WINDOW = np.iinfo(np.int32).max
-
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -110,12 +107,6 @@ class ModelConfig:
   def is_local(self, layer: int) -> bool:
     """Whether `layer` attends to the sliding window only."""
     return self.sliding_window is not None and (layer + 1) % self.global_every != 0
-
-  def windows(self) -> np.ndarray:
-    """Attention window of every layer, int32 [L]."""
-    return np.array(
-      [self.sliding_window if self.is_local(i) else GLOBAL_WINDOW for i in range(self.num_layers)], "int32"
-    )
 
   def frequencies(self) -> np.ndarray:
     """Rotary angular frequencies of every layer, float32 [L, head_dim / 2]."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
@@ -161,7 +162,7 @@ class Policy:
       raise ValueError(f"remat must be one of {REMAT}, got remat={self.remat!r}.")
     if self.dtype not in ("float32", "bfloat16"):
       raise ValueError(f"dtype must be 'float32' or 'bfloat16', got dtype={self.dtype!r}.")
-    _attention.resolve_backend(self.attention)
+    _attention.resolve_backend(self.attention, self._platform)
 
   def init(self, key: Array) -> Params:
     """Random float32 parameters, layers stacked."""
@@ -186,11 +187,11 @@ class Policy:
     Returns:
       [B, T, D]; entry t predicts token t + 1.
     """
-    return self._run(params, tokens, positions, lambda window: self._attend_rows(segments, window, keep=False))[0]
+    return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=False))[0]
 
   def prefill(self, params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[Array, Cache]:
     """As `hidden`, and also the keys and values of every layer, each [B, N, T, d]."""
-    return self._run(params, tokens, positions, lambda window: self._attend_rows(segments, window, keep=True))
+    return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=True))
 
   def decode(self, params: Params, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
     """One step of every row: puts token b at `positions[b]` and attends to all up to it.
@@ -207,19 +208,22 @@ class Policy:
     params = unstack_layers(params)
     rows = jnp.arange(tokens.shape[0])
 
-    def attend(kv, window, q, k, v):
+    def attend(kv, local, q, k, v):
       kv = tuple(old.at[rows, :, positions].set(new.astype(old.dtype)) for old, new in zip(kv, (k, v), strict=True))
       out = _attention.cache_attention(
-        q, *kv, positions, window, scale=self._scale, softcap=self.config.attention_softcap
-      )
+        q, *kv, positions,
+        scale=self._scale,
+        window=self.config.sliding_window if local else None,
+        softcap=self.config.attention_softcap,
+      )  # fmt: skip
       return out, kv
 
     ends = self._ends(params)
     x, new_cache = ends.encode(tokens, self.mesh), []
     per_layer = zip(params["layers"], self._adapters(params), cache, *self._per_layer(), strict=True)
-    for layer, adapters, kv, window, frequency in per_layer:
+    for layer, adapters, kv, local, frequency in per_layer:
       angles = positions[:, None] * frequency[None, :]
-      x, kv = self._layer(layer, adapters)(x, angles, functools.partial(attend, kv, window))
+      x, kv = self._layer(layer, adapters)(x, angles, functools.partial(attend, kv, local))
       new_cache.append(kv)
     return ends.final_norm(x), tuple(new_cache)
 
@@ -264,21 +268,26 @@ class Policy:
       raise ValueError(f"The parameters {has} adapters and the policy has lora={self.lora}; they must agree.")
     return params.get("adapters", [None] * self.config.num_layers if isinstance(params["layers"], list) else None)
 
-  def _per_layer(self) -> tuple[Any, Any]:
-    """Windows and rotary frequencies of the layers; windows are `None`s where no layer has one."""
-    local = self.config.sliding_window is not None
-    windows = jnp.asarray(self.config.windows()) if local else [None] * self.config.num_layers
-    return windows, jnp.asarray(self.config.frequencies())
+  @property
+  def _platform(self) -> str:
+    return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
 
-  def _attend_rows(self, segments: Array, window: Array | None, keep: bool):
+  def _per_layer(self) -> tuple[np.ndarray, np.ndarray]:
+    """Of every layer: whether it is local, bool [L], and its rotary frequencies, float32 [L, d / 2]."""
+    return np.array([self.config.is_local(i) for i in range(self.config.num_layers)]), self.config.frequencies()
+
+  def _attend_rows(self, segments: Array, local: Array | bool, keep: bool):
     def attend(q, k, v):
       # Heads that "tensor" does not divide are whole on every device; a projection may be split within a head.
       q, k, v = (constrain(x, self.mesh, ROWS, None, "tensor") for x in (q, k, v))
       out = _attention.self_attention(
-        q, k, v, segments, window,
+        q, k, v, segments,
         scale=self._scale,
+        window=self.config.sliding_window,
+        local=local,
         softcap=self.config.attention_softcap,
-        backend=_attention.resolve_backend(self.attention),
+        backend=_attention.resolve_backend(self.attention, self._platform),
+        mesh=self.mesh,
       )  # fmt: skip
       out = checkpoint_name(out, "attention")
       return out, (k.swapaxes(1, 2), v.swapaxes(1, 2)) if keep else None
@@ -287,12 +296,12 @@ class Policy:
 
   def _run(self, params: Params, tokens: Array, positions: Array, make_attend: Callable) -> tuple[Array, Any]:
     ends = self._ends(params)
-    windows, frequencies = self._per_layer()
+    layers = (params["layers"], self._adapters(params), *self._per_layer())
 
     def body(x, inputs):
-      layer, adapters, window, frequency = inputs
+      layer, adapters, local, frequency = inputs
       angles = positions[..., None] * jnp.expand_dims(frequency, range(positions.ndim))
-      x, extra = self._layer(layer, adapters)(x, angles, make_attend(window))
+      x, extra = self._layer(layer, adapters)(x, angles, make_attend(local))
       return constrain(x, self.mesh, ROWS), extra
 
     if self.remat != "none":
@@ -301,12 +310,11 @@ class Policy:
     x = ends.encode(tokens, self.mesh)
     if isinstance(params["layers"], list):
       extras = []
-      for inputs in zip(params["layers"], self._adapters(params), windows, frequencies, strict=True):
+      for inputs in zip(*layers, strict=True):
         x, extra = body(x, inputs)
         extras.append(extra)
     else:
-      windows = None if self.config.sliding_window is None else windows
-      x, extras = jax.lax.scan(body, x, (params["layers"], self._adapters(params), windows, frequencies))
+      x, extras = jax.lax.scan(body, x, layers)
       if extras is not None:
         extras = _as_list(extras, self.config.num_layers)
     return ends.final_norm(x), tuple(extras) if extras is not None else None
