@@ -114,11 +114,12 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     "rms_norm_eps": config.norm_eps,
     "tie_word_embeddings": config.tie_embeddings,
     "rope_theta": config.rope_theta,
+    "max_position_embeddings": 131_072,  # the policy has no limit; some readers take 2,048 if nothing is said
   }
   if kind.startswith("gemma"):
     content |= {
       "hidden_activation": "gelu_pytorch_tanh",
-      "query_pre_attn_scalar": round((config.query_scale or config.head_dim**-0.5) ** -2, 6),
+      "query_pre_attn_scalar": round((config.query_scale or config.head_dim**-0.5) ** -2),
       "sliding_window": config.sliding_window,
       "attn_logit_softcapping": config.attention_softcap,
       "final_logit_softcapping": config.final_softcap,
