@@ -117,7 +117,10 @@ def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotange
   # One sum per group of rows that a device holds, so that devices exchange gradients once and not for every chunk.
   start = constrain(jnp.zeros((ways, *kernel.shape), jnp.float32), policy.mesh, ROWS, None, "tensor")
   dkernel, dhidden = jax.lax.scan(one, start, _split((hidden, targets, cotangents.logprobs), chunk))
-  return _join(dhidden, hidden.shape[1]), jnp.sum(dkernel, axis=0).astype(kernel.dtype), None
+  # The barrier keeps XLA from folding a transposition of the result (tied tables) into the product, which it then
+  # cannot run in bfloat16 on CPUs (jaxlib 0.10).
+  dkernel = jax.lax.optimization_barrier(jnp.sum(dkernel, axis=0).astype(kernel.dtype))
+  return _join(dhidden, hidden.shape[1]), dkernel, None
 
 
 token_stats.defvjp(_forward, _backward)
@@ -151,6 +154,8 @@ def _row_ways(mesh: Mesh | None, rows: int) -> int:
 def _split(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
   """[R, T, ...] to [T / chunk, R, chunk, ...], zero-padded; rows stay the leading axis of a chunk, so their
   sharding survives."""
+
+  chunk = min(chunk, arrays[0].shape[1])
 
   def split(x):
     count = -(-x.shape[1] // chunk)

@@ -37,7 +37,14 @@ Params = dict[str, Any]
 #: Keys and values of one layer, each [B, N, S, d].
 Cache = tuple[tuple[Array, Array], ...]
 
-REMAT = ("none", "attention", "full")
+#: What the backward pass keeps of a layer, by `Policy.remat`; `None`: all of it.
+_KEPT: dict[str, tuple[str, ...] | None] = {
+  "none": None,
+  "projections": ("projection", "attention"),
+  "attention": ("attention",),
+  "full": (),
+}
+REMAT = tuple(_KEPT)
 
 
 class RMSNorm(nnx.Module):
@@ -113,7 +120,7 @@ class Layer(nnx.Module):
     `adapt(name, input, output)` gives the output to use for each linear map.
     """
     c = self.config
-    linear = lambda name, x: adapt(name, x, getattr(self, name)(x))
+    linear = lambda name, x: checkpoint_name(adapt(name, x, getattr(self, name)(x)), "projection")
     h = self.attention_norm(x)
     q, k, v = (linear(name, h).reshape(*h.shape[:-1], -1, c.head_dim) for name in "qkv")
     if c.qk_norm:
@@ -143,8 +150,8 @@ class Policy:
     dtype: of activations and of the weights at use, "float32" or "bfloat16". Norms, softmax, rotary angles and
       logits are float32 regardless.
     attention: backend of whole-row attention, see `async_rl.models.self_attention`.
-    remat: what the backward pass recomputes: "none", "full" (each layer), or "attention" (each layer but the
-      attention output, which is kept).
+    remat: what the backward pass recomputes, from fast to small: "none"; "projections", all but matrix products and
+      attention; "attention", all but attention; "full", each layer.
     mesh: if given, activations are laid out on it: rows over ("data", "fsdp"), heads, features and vocabulary over
       "tensor". Without, the compiler may gather activations where gathering weights is cheaper.
     lora: if given, `init` adds "adapters" to the parameters and they take part; see `split_trainable`.
@@ -304,9 +311,10 @@ class Policy:
       x, extra = self._layer(layer, adapters)(x, angles, make_attend(local))
       return constrain(x, self.mesh, ROWS), extra
 
-    if self.remat != "none":
-      keep = jax.checkpoint_policies.save_only_these_names("attention") if self.remat == "attention" else None
-      body = jax.checkpoint(body, policy=keep, prevent_cse=isinstance(params["layers"], list))
+    kept = _KEPT[self.remat]
+    if kept is not None:
+      policy = jax.checkpoint_policies.save_only_these_names(*kept)
+      body = jax.checkpoint(body, policy=policy, prevent_cse=isinstance(params["layers"], list))
     x = ends.encode(tokens, self.mesh)
     if isinstance(params["layers"], list):
       extras = []
