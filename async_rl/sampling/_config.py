@@ -28,7 +28,8 @@ class SamplerConfig:
       tempered softmax (what a learner computes, but not what the token was drawn from), "truncated" is the one drawn
       from (right for importance weights, but a learner that scores the whole softmax sees ratios below 1).
     on_update: what happens to the cache of unfinished samples when the weights change: "keep" goes on with keys and
-      values of the older weights, "recompute" computes them anew.
+      values of the older weights, so that the learner's log-probabilities of later tokens differ from the sampler's;
+      "recompute" computes them anew, at the cost of a prefill of all samples in flight for every update.
     seed: of all randomness, 0 <= seed < 2**32.
     length_buckets: n; programs are compiled for prompts and for a cache of 1/n, 2/n, ... of the greatest length. A
       decode step costs what the length costs, so the least that holds all samples is used. With 1, a sample does not

@@ -72,7 +72,7 @@ class Programs:
     return len(self._compiled)
 
   def compile_all(self, prefixes: tuple[int, ...]) -> None:
-    """Compiles all programs that prefixes of these padded lengths need, in threads: the compiler lets go of the GIL."""
+    """Compiles all programs that prefixes of these padded lengths need."""
     lengths, bind = self._config.lengths, functools.partial
     jobs: list[Callable[[], Any]] = [
       self.prepare,
@@ -81,7 +81,9 @@ class Programs:
     ]
     jobs += [bind(self.put, *pair) for pair in itertools.product(prefixes, lengths) if pair[0] <= pair[1]]
     jobs += [bind(self.resize, *pair) for pair in itertools.permutations(lengths, 2)]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    # In threads, since the compiler lets go of the GIL; but on a GPU it times kernels, and must be alone for that.
+    platform = self.whole.mesh.devices.flat[0].platform
+    with concurrent.futures.ThreadPoolExecutor(1 if platform == "gpu" else None) as pool:
       for future in [pool.submit(job) for job in jobs]:
         future.result()
 

@@ -10,6 +10,16 @@ filled part of the cache once, at the bandwidth of a device-to-device copy measu
 Prints a table and writes decode_speed.json. Columns: slots; filled cache positions (mean over the chunk); attended
 positions; ms per step; its ratio to the floor; tokens drawn per second while decoding; and, for the first rows,
 tokens per second end to end, over three waves of requests with prefill and refills.
+
+One H100 (80 GB), JAX 0.11.2, copy at 2,960 GB/s:
+
+    slots filled attended ms/step /floor tokens/s end-to-end
+       64    928     1024   4.153   1.54    15410      14626
+       64    416      512    2.83   1.97    22617
+       64    416     1024   4.182   2.92    15303
+      256    928     1024   12.81   1.33    19985      18805
+      256    416      512   7.494   1.65    34161
+      256    416     1024  12.789   2.82    20017
 """
 
 from __future__ import annotations
