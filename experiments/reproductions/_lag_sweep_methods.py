@@ -48,7 +48,9 @@ class Knobs(NamedTuple):
     b1: Adam's decay of the first moment.
     anchor: τ in A − τ (log w − its group's mean), a penalty on leaving the behaviour policy, per sequence.
     token_anchor: β in A − β log ρ_t, the same per token.
-    ahead: share of the way from the weights twice as old that the drawing weights are extrapolated by.
+    ahead: how far the drawing weights lead, 1 being as far as Adam's momentum alone will carry the weights until the
+      data are trained on: the last step times b1 + b1² + … + b1^lag. Only the part of the drift that future
+      gradients make is then left to correct.
     average: decay of the moving average of weights that draws; 0 draws from the weights themselves.
   """
 
@@ -224,6 +226,7 @@ OPOB = {"baseline": BASELINES.index("opob")}
 SYNC = {
   "sync": _method("reinforce"),
   "sync, momentum .97": _method("reinforce", b1=0.97),
+  "sync, momentum .99": _method("reinforce", b1=0.99),
 }
 
 #: What papers propose, and their combinations.
@@ -252,7 +255,7 @@ PUBLISHED = {
 #: OPOB with exact norms: a program of its own, which makes one gradient per trajectory.
 EXACT = {"OPOB, exact": PUBLISHED["OPOB"], "VCPO, exact": PUBLISHED["VCPO"]}
 
-#: Tried in the hope of reaching sync.
+#: Tried in the hope of reaching sync, like `AHEAD`.
 CANDIDATES = {
   "PPO + ESS + GAC": _method("ppo", ESS, GAC),
   "ESS, power 1": _method("sequence_tis", ess_power=1.0),
@@ -268,11 +271,23 @@ CANDIDATES = {
   "seq TIS + anchor": _method("sequence_tis", anchor=0.1),
   "anchor + ESS": _method("sequence_tis", ESS, anchor=0.1),
   "PPO + token anchor": _method("ppo", token_anchor=0.3),
-  "ahead + ESS": _method("sequence_tis", ESS, ahead=1.0),
-  "PPO + ahead": _method("ppo", ahead=1.0),
-  "momentum .97 + ESS": _method("sequence_tis", ESS, b1=0.97),
-  "PPO + momentum .97": _method("ppo", b1=0.97),
   "average .9 + ESS": _method("sequence_tis", ESS, average=0.9),
+}
+
+#: Drawing with the weights that momentum is about to reach, with its ablations.
+AHEAD = {
+  "no correction + ahead": _method("reinforce", ahead=1.0),
+  "seq TIS + ahead": _method("sequence_tis", ahead=1.0),
+  "PPO + ahead": _method("ppo", ahead=1.0),
+  "ESS + ahead": _method("sequence_tis", ESS, ahead=1.0),
+  "PPO + GAC + ahead": _method("ppo", GAC, ahead=1.0),
+  "ESS, momentum .97": _method("sequence_tis", ESS, b1=0.97),
+  "PPO, momentum .97": _method("ppo", b1=0.97),
+  "seq TIS + ahead, momentum .97": _method("sequence_tis", ahead=1.0, b1=0.97),
+  "ESS + ahead, momentum .97": _method("sequence_tis", ESS, ahead=1.0, b1=0.97),
+  "PPO + ahead, momentum .97": _method("ppo", ahead=1.0, b1=0.97),
+  "ESS + ahead, momentum .99": _method("sequence_tis", ESS, ahead=1.0, b1=0.99),
+  "PPO + ahead, momentum .99": _method("ppo", ahead=1.0, b1=0.99),
 }
 
 #: Controls: a knob of the first method is measured and given to a run of the second, at the same lag, rate and seed.
@@ -286,4 +301,4 @@ CONTROLS = {
 #: Controls that need no measurement.
 RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
 
-METHODS = SYNC | PUBLISHED | CANDIDATES | EXACT | RAMPED | {name: row[3] for name, row in CONTROLS.items()}
+METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | EXACT | RAMPED | {name: row[3] for name, row in CONTROLS.items()}

@@ -21,6 +21,7 @@ RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4)
 GROUPS: dict[str, Collection[str]] = {
   "sync": methods.SYNC,
   "published": methods.PUBLISHED,
+  "ahead": methods.AHEAD,
   "candidates": methods.CANDIDATES,
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,

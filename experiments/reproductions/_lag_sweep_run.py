@@ -161,10 +161,11 @@ class Runner:
       ring = carry.ring.at[version % self.slots].set(average)
       lag = jnp.minimum(knobs.lag, version // knobs.ramp)
       old = ring[(version - lag) % self.slots]
-      older = ring[jnp.maximum(version - 2 * lag, 0) % self.slots]
+      step = old - ring[jnp.maximum(version - lag - 1, 0) % self.slots]
+      reach = knobs.ahead * knobs.b1 * (1.0 - knobs.b1**lag) / (1.0 - knobs.b1)
       rows, drawing, skipping = jax.random.split(jax.random.fold_in(key, version), 3)
       rows = jax.random.randint(rows, (setting.groups,), 0, train.prompts.shape[0])
-      drawn = self.draw(old + knobs.ahead * (old - older), train.prompts[rows], setting.samples, drawing)
+      drawn = self.draw(old + reach * step, train.prompts[rows], setting.samples, drawing)
       prompts = jnp.repeat(train.prompts[rows], setting.samples, axis=0)
       gradient, log_weights, metrics = self.gradient(knobs, carry.weights, prompts, drawn, lag)
       updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.weights, log_weights=log_weights)

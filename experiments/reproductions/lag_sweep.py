@@ -8,8 +8,8 @@ Every run is a whole training in the `simulated` way, at a fixed lag: a small tr
 up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorised (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
 `cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS]; the groups are sync, published,
-candidates, controls (these need the runs that they are matched to), ramped and exact, or the name of one method. Each
-method is run at every learning rate of 1e-5 ... 2e-4.
+ahead, candidates, controls (these need the runs that they are matched to), ramped and exact, or the name of one method.
+Each method is run at every learning rate of 1e-5 ... 2e-4.
 
 Runs already in the folder are not repeated, so a plan that ran out of its time can be given again. The results and
 what they say: lag_sweep.md.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import itertools
 import pathlib
 import time
 from typing import Any
@@ -74,12 +73,16 @@ class Sweep:
 
   def __call__(self, items: list[plans.Item]) -> None:
     """Makes what is missing of the plan, in its order; compiles ahead in the background."""
-    stages = [list(stage) for _, stage in itertools.groupby(items, lambda item: (item.task, item.exact, item.depends))]
+    stages: list[list[plans.Item]] = []  # each in one program; what depends on other runs begins a new one
+    for item in items:
+      if item.depends or not stages or (item.task, item.exact) != (stages[-1][0].task, stages[-1][0].exact):
+        stages.append([])
+      stages[-1].append(item)
     with concurrent.futures.ThreadPoolExecutor() as pool:
       data = {task: problems.problems(self.settings[task], self.folder, self.data_dir) for task in self._tasks(items)}
       programs: dict[tuple[str, bool], concurrent.futures.Future[Program]] = {}
       for item in items:
-        if (item.task, item.exact) not in programs:
+        if (item.task, item.exact) not in programs and (item.depends or item.runs(self.results)):
           programs[item.task, item.exact] = pool.submit(self._compile, item.task, item.exact, *data[item.task])
       for stage in stages:
         task, exact = stage[0].task, stage[0].exact
