@@ -78,7 +78,8 @@ class Sweep:
       if item.depends or not stages or (item.task, item.exact) != (stages[-1][0].task, stages[-1][0].exact):
         stages.append([])
       stages[-1].append(item)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    # One program at a time, and the first one alone: on a GPU the compiler times kernels.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
       data = {task: problems.problems(self.settings[task], self.folder, self.data_dir) for task in self._tasks(items)}
       programs: dict[tuple[str, bool], concurrent.futures.Future[Program]] = {}
       for item in items:
@@ -88,8 +89,8 @@ class Sweep:
         task, exact = stage[0].task, stage[0].exact
         runs = {run: knobs for item in stage for run, knobs in item.runs(self.results).items()}
         if runs:
-          warm = self._warm_start(task, *data[task])
-          self._chunks(task, EXACT_COST if exact else 1.0, programs[task, exact].result(), runs, warm)
+          program = programs[task, exact].result()
+          self._chunks(task, EXACT_COST if exact else 1.0, program, runs, self._warm_start(task, *data[task]))
 
   def _tasks(self, items: list[plans.Item]) -> list[str]:
     return list(dict.fromkeys(item.task for item in items))
