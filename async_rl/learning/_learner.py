@@ -47,6 +47,24 @@ class LossInputs(NamedTuple):
   anchor: Array | None
 
 
+class AdvantageInputs(NamedTuple):
+  """What advantages may use; everything is of the whole batch.
+
+  Attributes:
+    rewards: float32 [B].
+    groups: int32 [B], group of each sequence, below the number of groups.
+    mask: bool [B, C], tokens to train.
+    log_weights: float32 [B], raw sequence log-weights; `None` unless the learner scores first.
+    stats: statistics of the tokens under the weights at the start of the step, [B, C]; likewise.
+  """
+
+  rewards: Array
+  groups: Array
+  mask: Array
+  log_weights: Array | None
+  stats: models.TokenStats | None
+
+
 class Collected(NamedTuple):
   """Per-token results of all micro-batches, put together in the loss plane, [B, C]."""
 
@@ -68,13 +86,14 @@ class Learner:
     policy: the architecture; its `remat` applies here.
     optimizer: an optax transformation, stabilizers included.
     loss: from `LossInputs` to `losses.PolicyLoss`.
-    advantages: from the batch to float32 [B].
+    advantages: from `AdvantageInputs` to float32 [B].
     shape: the static batch shape.
     mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
     aggregate: from per-token loss and mask, [B, C] each, to numerator and denominator; a `losses.aggregate` method.
     temperature: of the sampler's softmax.
     count_rejected: whether tokens that a loss rejects stay in the denominator.
-    score_first: run a forward pass over the whole batch first and hand its log-probabilities to the loss as `anchor`.
+    score_first: run a forward pass over the whole batch first, for advantages that need the current policy and for
+      losses with an `anchor`.
     head_chunk: positions of a row whose logits are formed at a time.
 
   Raises:
@@ -86,7 +105,7 @@ class Learner:
     policy: models.Policy,
     optimizer: optax.GradientTransformation,
     loss: Callable[[LossInputs], losses.PolicyLoss],
-    advantages: Callable[[Batch], Array],
+    advantages: Callable[[AdvantageInputs], Array],
     shape: BatchShape,
     mesh: Mesh,
     *,
@@ -161,11 +180,13 @@ class Learner:
 
   def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     lag = jnp.where(batch.mask, state.version - batch.versions, 0)
-    advantages = self._advantages(batch)
-    anchor = self._score_all(state.params, batch).logprobs if self._score_first else None
+    stats = self._score_all(state.params, batch) if self._score_first else None
+    scored = _log_weights(batch, stats.logprobs) if stats is not None else None
+    advantages = self._advantages(AdvantageInputs(batch.rewards, batch.groups, batch.mask, scored, stats))
+    anchor = stats.logprobs if stats is not None else None
     grads, denominator, loss, collected = self._accumulate(state.params, batch, advantages, lag, anchor)
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
-    log_weights = jnp.sum(jnp.where(batch.mask, collected.logprobs - batch.logprobs, 0.0), axis=1)
+    log_weights = _log_weights(batch, collected.logprobs)
     updates, opt_state = self.optimizer.update(
       grads,
       state.opt_state,
@@ -231,3 +252,8 @@ class Learner:
 
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
     return jax.lax.fori_loop(0, batch.used, body, models.TokenStats(zeros, zeros, zeros))
+
+
+def _log_weights(batch: Batch, logprobs: Array) -> Array:
+  """Raw sequence log-weights, [B]."""
+  return jnp.sum(jnp.where(batch.mask, logprobs - batch.logprobs, 0.0), axis=1)

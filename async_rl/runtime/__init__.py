@@ -35,5 +35,5 @@ from async_rl.runtime._run_folder import RunFolderError as RunFolderError
 from async_rl.runtime._schedule import LagDistribution as LagDistribution
 from async_rl.runtime._schedule import ScheduleRecorder as ScheduleRecorder
 from async_rl.runtime._schedule import read_schedule as read_schedule
-from async_rl.runtime._warm_start import warm_start as warm_start
+from async_rl.runtime._supervised import train_supervised as train_supervised
 from async_rl.runtime._weights import WeightStore as WeightStore

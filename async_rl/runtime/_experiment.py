@@ -76,6 +76,9 @@ class Experiment:
   #: Tokens of a row; 0: longest prompt plus longest completion.
   row_tokens: int = 0
 
+  #: Score each batch before training on it, for losses with an anchor and advantages that need the current policy.
+  score_first: bool = False
+
   #: Processes that compute rewards; 0: in the run's own process, without a time limit.
   reward_workers: int = 2
   #: Seconds that one reward may take.
@@ -128,9 +131,9 @@ class Experiment:
     """Per-token loss."""
     return losses.sequence_tis(x.logprobs, x.behaviour, x.advantages, x.mask, cap=8.0)
 
-  def advantages(self, rewards: Array, groups: Array) -> Array:
-    """Advantage of each sequence, float32 [B], from rewards [B] and group indices [B] (below `self.groups`)."""
-    return losses.grpo_advantages(rewards, groups, self.groups, normalize_std=False)
+  def advantages(self, x: learning.AdvantageInputs) -> Array:
+    """Advantage of each sequence, float32 [B]; group indices are below `self.groups`."""
+    return losses.grpo_advantages(x.rewards, x.groups, self.groups, normalize_std=False)
 
   def aggregate(self, loss: Array, mask: Array) -> tuple[Array, Array]:
     """Numerator and denominator of the batch's loss from per-token loss and mask, [B, C] each."""

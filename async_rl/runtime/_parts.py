@@ -59,11 +59,12 @@ class Parts:
       self.policy,
       experiment.optimizer(),
       experiment.loss,
-      lambda batch: experiment.advantages(batch.rewards, batch.groups),
+      experiment.advantages,
       experiment.batch_shape(),
       self.meshes.learner,
       aggregate=experiment.aggregate,
       temperature=experiment.temperature,
+      score_first=experiment.score_first,
     )
     self.engine = self.make_engine(experiment.sampler_config(), self.meshes.generation)
 

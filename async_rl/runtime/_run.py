@@ -122,6 +122,7 @@ class _Run:
       self._restore_host(host)
     else:
       self._save()
+    self.parts.engine.warmup()
     restore_signals = self._catch_signals()
     try:
       self._evaluate()

@@ -133,7 +133,7 @@ def measure_learner(config: models.ModelConfig, smoke: bool, repeats: int) -> di
       policy,
       OPTIMIZERS[name](),
       lambda x: losses.sequence_tis(x.logprobs, x.behaviour, x.advantages, x.mask),
-      lambda batch: losses.grpo_advantages(batch.rewards, batch.groups, shape.sequences // 8),
+      lambda x: losses.grpo_advantages(x.rewards, x.groups, shape.sequences // 8),
       shape,
       mesh,
     )

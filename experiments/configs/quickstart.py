@@ -15,7 +15,7 @@ from async_rl import stabilizers
 from async_rl import tasks
 from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
-from async_rl.runtime import warm_start
+from async_rl.runtime import train_supervised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,13 @@ class Config(Experiment):
 
   #: Numbers to add.
   numbers: int = 3
-  #: Held-out accuracy of sampled completions at which the supervised warm start stops.
+  #: Accuracy of samples at which the supervised warm start stops.
   warm_accuracy: float = 0.2
   #: Learning rate of AdamW.
   learning_rate: float = 2e-4
-  #: Gradient alignment up to which a gradient is kept, and from which its step is skipped.
+  #: Gradient alignment up to which a gradient is kept.
   align_low: float = 0.2
+  #: Gradient alignment from which a step is skipped.
   align_high: float = 0.8
   #: Exponent of the effective-sample-size scaling of the learning rate.
   ess_power: float = 0.5
@@ -78,4 +79,7 @@ class Config(Experiment):
     )
 
   def start(self, parts: Parts) -> models.Params:
-    return warm_start(parts, accuracy=self.warm_accuracy)
+    return train_supervised(parts, steps=5000, learning_rate=2e-3, accuracy=self.warm_accuracy)
+
+
+SMOKE = dict(steps=12, groups=4, samples=4, slots=16, rows=8, eval_prompts=8, checkpoint_every=1, warm_accuracy=0.0)

@@ -38,7 +38,7 @@ def make_learner(shape, mesh=None, optimizer=None, policy=POLICY, method="sequen
     policy,
     optimizer or stabilized(optax.sgd(0.1)),  # Adam's first steps are signs, and signs amplify rounding
     lambda x: losses.sequence_tis(x.logprobs, x.behaviour, x.advantages, x.mask),
-    lambda batch: losses.grpo_advantages(batch.rewards, batch.groups, groups),
+    lambda x: losses.grpo_advantages(x.rewards, x.groups, groups),
     shape,
     mesh or make_mesh(),
     aggregate=functools.partial(losses.aggregate, method=method),
@@ -82,7 +82,7 @@ def direct_gradient(params, groups, temperature, method):
         tokens += c.mask.sum()
     return total / (sum(c.mask.any() for g in groups for c in g.completions) if method == "sequence_mean" else tokens)
 
-  return jax.value_and_grad(loss)(params)
+  return jax.jit(jax.value_and_grad(loss))(params)
 
 
 @pytest.mark.parametrize("method", ["sequence_mean", "token_mean"])
@@ -110,11 +110,10 @@ def reference():
   ("rows", "row_tokens", "axes"),
   [
     (1, 20, {}),
-    (16, 20, {}),
     (4, 96, {}),
-    (4, 20, dict(data=2, fsdp=2, tensor=2)),
-    (8, 20, dict(data=8)),
-    (4, 32, dict(fsdp=4, tensor=2)),
+    (16, 20, dict(data=2, fsdp=2, tensor=2)),
+    (8, 32, dict(data=8)),
+    (4, 20, dict(fsdp=4, tensor=2)),
   ],
 )
 def test_nothing_depends_on_packing_micro_batches_or_mesh(rows, row_tokens, axes):
@@ -198,7 +197,7 @@ def test_scoring_first_hands_the_loss_the_same_log_probabilities():
     POLICY,
     optax.sgd(0.0),
     loss,
-    lambda batch: batch.rewards,
+    lambda x: x.rewards,
     shape_of(),
     make_mesh(),
     aggregate=functools.partial(losses.aggregate, method="token_mean"),
@@ -212,3 +211,37 @@ def test_scoring_first_hands_the_loss_the_same_log_probabilities():
 def test_rows_that_the_mesh_cannot_divide_are_refused():
   with pytest.raises(ValueError, match=r"rows=3 .* data\*fsdp=4"):
     make_learner(shape_of(rows=3), make_mesh(data=2, fsdp=2))
+
+
+def test_advantages_can_use_the_current_policy():
+  """OPOB by the gradient at the logits, against the direct computation from a separate scoring pass."""
+  groups, shape = make_groups(), shape_of()
+  batch = learning.pack(groups, shape)
+
+  def opob(x):
+    norms = losses.squared_norms_by_logits(x.stats.logprobs, x.stats.sum_squares, x.mask)
+    return losses.opob_advantages(x.rewards, x.groups, 4, log_weights=x.log_weights, squared_norms=norms)
+
+  learner = learning.Learner(
+    POLICY,
+    optax.sgd(0.0),
+    lambda x: losses.reinforce(x.logprobs, x.behaviour, x.advantages, x.mask),
+    opob,
+    shape,
+    make_mesh(),
+    score_first=True,
+  )
+  state = learner.init(jax.random.key(0))
+  params = jax.device_get(state.params)
+  _, metrics = learner.step(state, learner.put(batch))
+  log_weights, norms = [], []
+  for group, c in ((g, c) for g in groups for c in g.completions):
+    ids = jnp.asarray(np.concatenate([group.request.tokens, c.tokens]))[None]
+    stats = models.score(POLICY, params, ids, jnp.ones_like(ids), jnp.arange(ids.shape[1])[None])
+    logp, squares = (np.asarray(x[0, -len(c.tokens) :])[c.mask] for x in (stats.logprobs, stats.sum_squares))
+    log_weights.append(np.sum(logp - c.logprobs[c.mask]))
+    norms.append(np.sum(1 - 2 * np.exp(logp) + squares))
+  weight = np.exp(2 * np.array(log_weights).reshape(4, 4)) * np.array(norms).reshape(4, 4)
+  rewards = batch.rewards.reshape(4, 4)
+  expected = rewards - (weight * rewards).sum(1, keepdims=True) / weight.sum(1, keepdims=True)
+  assert float(metrics["advantage/abs_mean"]) == pytest.approx(np.abs(expected).mean(), rel=1e-4)

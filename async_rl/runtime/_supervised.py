@@ -1,0 +1,116 @@
+"""Supervised training on a task's solutions: the start of a run whose policy could not yet learn from rewards."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from async_rl import learning
+from async_rl import losses
+from async_rl import models
+from async_rl import tasks
+from async_rl.runtime._parts import UNTRAINED_TICKETS
+from async_rl.runtime._parts import Parts
+from async_rl.runtime._parts import evaluate
+from async_rl.types import STOP
+from async_rl.types import Completion
+from async_rl.types import Group
+
+_PROBE = 32  # held-out prompts of a check
+
+
+def train_supervised(
+  parts: Parts,
+  params: models.Params | None = None,
+  *,
+  steps: int,
+  learning_rate: float,
+  accuracy: float | None = None,
+  sequences: int = 64,
+  check_every: int = 50,
+) -> models.Params:
+  """Trains on `task.solution`s of random training prompts.
+
+  A warm start of a random policy should stop at an `accuracy` and not after a number of steps, because policies leave
+  the phase in which they find out how a task works at very different times.
+
+  Args:
+    parts: of the run; the task must be a `tasks.SupervisedTask`. Solutions that exceed the run's limits are left out.
+    params: to start from; `None`: random ones.
+    steps: optimizer steps; with `accuracy`, the most it may take.
+    learning_rate: of Adam, reached after 20 steps.
+    accuracy: stop once completions of held-out prompts, sampled at the run's temperature, earn this mean reward.
+    sequences: solutions in a batch.
+    check_every: steps between looks at that.
+
+  Returns:
+    The parameters, on the learner mesh.
+
+  Raises:
+    RuntimeError: if `accuracy` is not reached in `steps`.
+  """
+  learner = _make_learner(parts, learning_rate, sequences)
+  state = learner.init(jax.random.key(parts.experiment.seed)) if params is None else learner.from_params(params)
+  solutions = _solutions(parts, np.random.default_rng(parts.experiment.seed))
+  reached = 0.0
+  with tasks.RewardPool(parts.task, workers=0) as rewards:
+    for step in range(1, steps + 1):
+      batch = learning.pack(list(itertools.islice(solutions, sequences)), learner.shape)
+      state, metrics = learner.step(state, learner.put(batch))
+      if step % check_every == 0 or step == steps:
+        reached = _probe(parts, state.params, rewards)
+        loss = float(metrics["loss"])
+        print(f"supervised step {step}: loss {loss:.3f}, accuracy of samples {reached:.2f}", flush=True)
+        if accuracy is not None and reached >= accuracy:
+          return state.params
+  if accuracy is None:
+    return state.params
+  raise RuntimeError(
+    f"Supervised training reached accuracy {reached:.2f} in {steps} steps, {accuracy} was asked for; "
+    "give it more steps, another learning rate or a larger policy."
+  )
+
+
+def _make_learner(parts: Parts, learning_rate: float, sequences: int) -> learning.Learner:
+  """Maximum likelihood: REINFORCE with all advantages 1, averaged over tokens."""
+  experiment = parts.experiment
+  return learning.Learner(
+    parts.policy,
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, learning_rate, 20))),
+    lambda x: losses.reinforce(x.logprobs, x.behaviour, x.advantages, x.mask),
+    lambda x: jnp.ones_like(x.rewards),
+    learning.BatchShape(
+      sequences=sequences,
+      row_tokens=experiment.batch_shape().row_tokens,
+      rows=experiment.rows,
+      completion_tokens=experiment.max_completion_tokens,
+    ),
+    parts.meshes.learner,
+    aggregate=functools.partial(losses.aggregate, method="token_mean"),
+  )
+
+
+def _probe(parts: Parts, params: models.Params, rewards: tasks.RewardPool) -> float:
+  """Mean reward of samples at the run's temperature."""
+  prompts = parts.held_out[:_PROBE] or [parts.prompts[i] for i in range(min(_PROBE, len(parts.prompts)))]
+  parts.engine.set_weights(params, 0)
+  return evaluate(parts, parts.engine, prompts, rewards)["accuracy"]
+
+
+def _solutions(parts: Parts, rng: np.random.Generator):
+  """Yields random training prompts with correct completions, as groups of one, without end."""
+  task = cast(tasks.SupervisedTask, parts.task)
+  while True:
+    prompt = parts.prompts[int(rng.integers(len(parts.prompts)))]
+    text = task.solution(prompt, rng)
+    tokens = np.array([*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]], np.int32)
+    if len(tokens) <= parts.experiment.max_completion_tokens:
+      zeros = np.zeros(len(tokens), np.float32)
+      completion = Completion(0, 0, tokens, zeros, zeros.astype(np.int32), np.ones(len(tokens), bool), STOP)
+      yield Group(parts.encode(UNTRAINED_TICKETS, prompt), (completion,), np.ones(1, np.float32))

@@ -1,0 +1,32 @@
+"""reasoning-gym's countdown with SmolLM2-135M-Instruct, trained asynchronously.
+
+Command: python -m experiments.train countdown_smollm2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from async_rl import tasks
+from experiments.configs._smollm2 import SmolLM2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(SmolLM2):
+  """reasoning-gym's countdown, SmolLM2-135M-Instruct from its PyPI package. One GPU."""
+
+  name = "countdown_smollm2"
+
+  run_dir: str = "runs/countdown_smollm2"
+  #: Least and most numbers of a problem.
+  numbers: tuple[int, int] = (3, 4)
+
+  def task(self) -> tasks.ReasoningGym:
+    least, most = self.numbers
+    return tasks.ReasoningGym("countdown", options={"min_numbers": least, "max_numbers": most})
+
+
+SMOKE = dict(
+  steps=3, groups=2, samples=2, slots=4, max_completion_tokens=32, rows=2, row_tokens=288,
+  eval_prompts=0, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1,
+)  # fmt: skip

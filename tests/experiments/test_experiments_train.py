@@ -1,0 +1,111 @@
+"""The command: every config runs, is killed and resumed; help and errors are those of a good tool."""
+
+import importlib
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from async_rl.runtime import read_metrics
+from experiments import train
+from experiments.configs import load_all
+
+ROOT = pathlib.Path(__file__).parents[2]
+GSM8K = ROOT / "tests" / "data" / "gsm8k"
+
+
+def arguments(name, run_dir):
+  options = importlib.import_module(f"experiments.configs.{name}").SMOKE | {"run_dir": run_dir}
+  if name == "gsm8k_smollm2":
+    options["gsm8k_folder"] = GSM8K
+  return [name, *(part for field, value in options.items() for part in (f"--{field.replace('_', '-')}", str(value)))]
+
+
+def start(name, run_dir):
+  """The command in a process of its own, on two devices."""
+  environment = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+  }
+  command = [sys.executable, "-m", "experiments.train", *arguments(name, run_dir)]
+  return subprocess.Popen(
+    command, cwd=run_dir.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  )
+
+
+def rows_of(run_dir):
+  return [r for r in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in r]
+
+
+@pytest.mark.parametrize("name", load_all())
+def test_every_config_runs_is_killed_and_resumed(name, tmp_path):
+  run_dir = tmp_path / "run"
+  killed = start(name, run_dir)
+  while killed.poll() is None and not (run_dir / "checkpoints" / "1").exists():
+    time.sleep(0.1)
+  assert killed.poll() is None, killed.stdout.read()
+  killed.kill()
+  killed.communicate()
+  resumed = start(name, run_dir)
+  printed, _ = resumed.communicate(timeout=600)
+  assert resumed.returncode == 0, printed
+  assert "resumed at step" in printed
+  assert "Done: " in printed
+  rows = rows_of(run_dir)
+  assert [r["step"] for r in rows] == list(range(1, rows[-1]["step"] + 1))
+  fresh = [r["logprob_difference/lag_zero"] for r in rows if r["staleness/min"] == 0]
+  assert max(fresh) < 1e-4
+  for file in ("report.png", "config.txt", "schedule.jsonl", "tensorboard", "checkpoints"):
+    assert (run_dir / file).exists()
+
+
+def test_help_lists_the_configs(capsys):
+  with pytest.raises(SystemExit) as exit_:
+    train.main(["--help"])
+  assert exit_.value.code == 0
+  printed = capsys.readouterr().out
+  for name, config in load_all().items():
+    assert name in printed
+    assert config.__doc__.split(",")[0] in " ".join(printed.replace("│", " ").split())
+
+
+def test_a_misspelt_option_is_refused_with_the_right_name(capsys):
+  with pytest.raises(SystemExit) as exit_:
+    train.main(["quickstart", "--max-lagg", "3"])
+  assert exit_.value.code == 2
+  assert "--max-lag" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+  file = tmp_path / "file"
+  file.write_text("")
+  assert train.main(["quickstart", "--run-dir", str(file / "run")]) == 2
+  assert "cannot write the run folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_one_sentence(tmp_path, capsys):
+  tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+  assert train.main(["quickstart", "--run-dir", str(tmp_path / "run")]) == 2
+  assert "cannot write the run folder" in capsys.readouterr().err
+
+
+def test_a_bad_value_is_one_sentence(tmp_path, capsys):
+  with pytest.raises(SystemExit) as exit_:
+    train.main(["quickstart", "--run-dir", str(tmp_path), "--steps", "0"])
+  assert exit_.value.code == 2
+  assert "steps must be at least 1, got steps=0." in capsys.readouterr().err
+
+
+def test_missing_data_is_one_sentence(tmp_path, capsys):
+  options = arguments("gsm8k_smollm2", tmp_path / "run")
+  options[options.index("--gsm8k-folder") + 1] = str(tmp_path / "nowhere")
+  assert train.main(options) == 2
+  assert "nowhere" in capsys.readouterr().err
