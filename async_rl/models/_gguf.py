@@ -73,7 +73,7 @@ class GGUFCheckpoint:
         f"{path} holds architecture {self._architecture!r}; supported are {', '.join(map(repr, _FAMILIES))}."
       )
     self.config = self._read_config()
-    self.names = gguf_names(self.config)
+    self.names = gguf_names()
 
   def read(self, name: str, index: Index) -> np.ndarray:
     """float32 piece `index` of tensor `name`; dequantizes the rows that it touches and no others."""

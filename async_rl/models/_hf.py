@@ -85,11 +85,13 @@ def save_hf(
 
   Raises:
     FileExistsError: if `folder` exists.
-    ValueError: if no public architecture fits `config`, or it is not that of `like`.
+    ValueError: if no public architecture fits `config`, it is not that of `like`, or `params` have adapters.
   """
   folder = pathlib.Path(folder)
   if folder.exists():
     raise FileExistsError(f"{folder} exists; choose another folder or remove it.")
+  if "adapters" in params:
+    raise ValueError("The parameters have adapters, which this format cannot hold; apply merge_adapters first.")
   content = write_hf_config(config)
   if like is not None:
     theirs = HFCheckpoint(like).config

@@ -47,9 +47,8 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
   return names
 
 
-def gguf_names(config: ModelConfig) -> dict[str, str]:
+def gguf_names() -> dict[str, str]:
   """GGUF's name for each of our paths; "{}" stands for the layer's number."""
-  del config
   names = {ours: gguf for ours, _, gguf in _ENDS}
   return names | {f"layers/{ours}": f"blk.{{}}.{gguf}" for ours, _, gguf in _LAYER}
 

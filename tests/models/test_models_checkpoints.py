@@ -169,6 +169,8 @@ def test_saving_overwrites_nothing_and_checks_the_source(tmp_path):
     models.save_hf(tmp_path, checkpoint.config, params)
   with pytest.raises(ValueError, match="another architecture"):
     models.save_hf(tmp_path / "new", checkpoint.config, params, like=GOLDEN / "qwen3")
+  with pytest.raises(ValueError, match="apply merge_adapters"):
+    models.save_hf(tmp_path / "new", checkpoint.config, {**params, "adapters": {}})
   assert not (tmp_path / "new").exists()
 
 
