@@ -79,8 +79,8 @@ def save_hf(
     config: the architecture.
     params: stacked, in any dtype and sharding.
     dtype: to store, "bfloat16", "float16" or "float32".
-    like: the Hugging Face folder that training started from; its tokenizer and other small files are copied. Without,
-      only config.json is written beside the weights.
+    like: the Hugging Face folder that training started from; its config.json, which knows more than `config`, its
+      tokenizer and other small files are taken over. Without, only config.json is written beside the weights.
     shard_bytes: size of a safetensors file, and of the host memory that is used.
 
   Raises:
@@ -94,17 +94,20 @@ def save_hf(
     raise ValueError("The parameters have adapters, which this format cannot hold; apply merge_adapters first.")
   content = write_hf_config(config)
   if like is not None:
-    theirs = HFCheckpoint(like).config
-    if theirs != dataclasses.replace(config, vocab_limit=None):
-      raise ValueError(f"The model in {like} has another architecture: {theirs}, not {config}.")
+    theirs = json.loads((pathlib.Path(like) / "config.json").read_text())
+    if read_hf_config(theirs) != dataclasses.replace(config, vocab_limit=None):
+      raise ValueError(f"The model in {like} has another architecture: {read_hf_config(theirs)}, not {config}.")
+    if "text_config" not in theirs:  # of a multimodal model only the text part is written
+      theirs.pop("dtype", None)
+      content = theirs
   writes = jax.process_index() == 0
   partial = folder.with_name(folder.name + ".partial")
   if writes:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    (partial / "config.json").write_text(json.dumps(content | {"torch_dtype": dtype}, indent=2) + "\n")
     if like is not None:
       _copy_small_files(pathlib.Path(like), partial)
+    (partial / "config.json").write_text(json.dumps(content | {"torch_dtype": dtype}, indent=2) + "\n")
   _save_weights(partial, params, hf_names(config), np.dtype(dtype), shard_bytes, writes)
   if writes:
     partial.rename(folder)
@@ -122,7 +125,7 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _copy_small_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Everything but weights; a config.json of the same architecture knows more than one made from `ModelConfig`."""
+  """Tokenizer, chat template, generation defaults: everything but weights."""
   for file in source.iterdir():
     if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != _INDEX:
       shutil.copyfile(file, target / file.name)

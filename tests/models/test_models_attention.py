@@ -82,6 +82,15 @@ def test_a_policy_can_use_splash():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, expected)
 
 
+@pytest.fixture
+def no_compilation_cache():
+  """Programs for absent devices can be written to the cache but not read back."""
+  jax.config.update("jax_enable_compilation_cache", False)
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_a_sharded_policy_compiles_for_tpus(monkeypatch):
   pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine's metadata server to ask

@@ -89,6 +89,8 @@ def test_sharded_parameters_are_loaded_and_saved_in_several_files(tmp_path):
   assert f"model-00001-of-{count:05}.safetensors" in files
   again = models.load_params(models.open_checkpoint(tmp_path / "saved"))
   jax.tree.map(np.testing.assert_array_equal, again, params)
+  kept = json.loads((tmp_path / "saved" / "config.json").read_text())
+  assert (kept["max_window_layers"], kept["torch_dtype"]) == (28, "bfloat16")  # theirs, and what was written
 
 
 def test_reading_takes_pieces_only():
