@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -115,11 +116,11 @@ class Learner:
     score_first: bool = False,
     head_chunk: int = 512,
   ):
-    self.policy, self.shape, self.mesh = policy, shape, mesh
+    self.policy, self.shape, self.mesh = dataclasses.replace(policy, mesh=mesh), shape, mesh
     self.optimizer = optax.with_extra_args_support(optimizer)
     self._loss, self._advantages = loss, advantages
     self._aggregate, self._count_rejected, self._score_first = aggregate, count_rejected, score_first
-    self._score = functools.partial(models.score, policy, temperature=temperature, chunk=head_chunk)
+    self._score = functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if shape.rows % ways:
       raise ValueError(
