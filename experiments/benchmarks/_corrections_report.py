@@ -1,0 +1,78 @@
+"""Tables and the figure of `corrections`."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+
+def _cell(value: float, digits: int = 2) -> str:
+  if not np.isfinite(value):
+    return "–"
+  return f"{value:.3g}" if abs(value) >= 100 else f"{value:.{digits}f}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+  lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+  return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def tables(result: dict[str, Any]) -> str:
+  """Markdown: the batches of each lag; then cosine, direction, variance, norm and shares of tokens of every method."""
+  lags = list(result["lags"])
+  columns = {
+    "ESS sequence": "ess/sequence",
+    "truncated": "ess_truncated/sequence",
+    "ESS token": "ess/token",
+    "truncated ": "ess_truncated/token",
+    "KL per sequence": "kl",
+    "largest log w": "largest_log_weight",
+    "reward": "reward",
+  }
+  batches = _table(
+    ["lag", *columns], [[k, *(_cell(result["lags"][k]["batches"][c]) for c in columns.values())] for k in lags]
+  )
+  measures = {"cosine": "cosine", "direction": "direction", "variance": "variance", "norm": "norm", "kept": "kept"}
+  header = ["method"] + [f"{title} {k}" for title in measures for k in lags]
+  rows = []
+  for name in result["lags"][lags[0]]["methods"]:
+    values = [result["lags"][k]["methods"][name].get(key, np.nan) for key in measures.values() for k in lags]
+    rows.append([name, *map(_cell, values)])
+  return f"{batches}\n{_table(header, rows)}"
+
+
+def plot(result: dict[str, Any], file: pathlib.Path) -> None:
+  """Methods by rows, lags by colours: cosine of one batch, direction of the expected gradient, relative variance."""
+  from matplotlib import colormaps
+  from matplotlib.figure import Figure
+
+  lags = list(result["lags"])
+  names = list(result["lags"][lags[0]]["methods"])
+  figure = Figure(figsize=(12, 0.28 * len(names) + 1.6), layout="constrained")
+  axes = figure.subplots(1, 3, sharey=True)
+  colours = colormaps["viridis"](np.linspace(0.0, 0.85, len(lags)))
+  panels = (
+    ("cosine", "Cosine of one batch's gradient\nto the on-policy gradient"),
+    ("direction", "Cosine of the expected gradient\nto the on-policy gradient (bias)"),
+    ("variance", "Variance of one batch's gradient,\nmultiples of the squared expectation"),
+  )
+  for axis, (key, title) in zip(axes, panels, strict=True):
+    for i, (lag, colour) in enumerate(zip(lags, colours, strict=True)):
+      methods = result["lags"][lag]["methods"]
+      y = np.arange(len(names)) + 0.16 * (i - (len(lags) - 1) / 2)
+      values = np.array([methods[name][key] for name in names])
+      errors = np.array([methods[name].get(f"{key}_error", np.nan) for name in names])
+      axis.errorbar(values, y, xerr=errors, fmt="o", markersize=4, color=colour, label=f"lag {lag}")
+    axis.set_title(title, fontsize=10)
+    axis.grid(axis="both", linewidth=0.3)
+    axis.axhline(sum(not name.startswith("baseline") for name in names) - 0.5, color="gray", linewidth=0.8)
+  axes[0].set_yticks(range(len(names)), names, fontsize=8)
+  axes[0].set_ylim(len(names) - 0.4, -0.6)
+  axes[0].set_xlim(right=1.05)
+  axes[1].set_xlim(-0.3, 1.3)
+  axes[1].axvline(1.0, color="gray", linewidth=0.8)
+  axes[2].set_xscale("log")
+  axes[2].legend(fontsize=8, loc="best")
+  figure.savefig(file, dpi=110)
