@@ -106,9 +106,7 @@ def check_tensors(checkpoint: Checkpoint, params: Params) -> None:
     raise ValueError(f"The checkpoint's tensors do not fit its architecture: {shown}.")
 
 
-def _reader(
-  checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: np.dtype
-) -> Callable[[Index], np.ndarray]:
+def _reader(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Any], np.ndarray]:
   """A function from an index into our parameter `name` to the values there."""
   template, transposed = checkpoint.names[name], is_transposed(name)
 

@@ -216,14 +216,14 @@ class Policy:
     rows = jnp.arange(tokens.shape[0])
 
     def attend(kv, local, q, k, v):
-      kv = tuple(old.at[rows, :, positions].set(new.astype(old.dtype)) for old, new in zip(kv, (k, v), strict=True))
+      keys, values = (x.at[rows, :, positions].set(new.astype(x.dtype)) for x, new in zip(kv, (k, v), strict=True))
       out = _attention.cache_attention(
-        q, *kv, positions,
+        q, keys, values, positions,
         scale=self._scale,
         window=self.config.sliding_window if local else None,
         softcap=self.config.attention_softcap,
       )  # fmt: skip
-      return out, kv
+      return out, (keys, values)
 
     ends = self._ends(params)
     x, new_cache = ends.encode(tokens, self.mesh), []

@@ -140,7 +140,7 @@ def _json(value: float | np.ndarray) -> Any:
 
 def _start_wandb(folder: RunFolder, config: Mapping[str, Any] | None) -> Any:
   try:
-    import wandb  # type: ignore[import-not-found]
+    import wandb
   except ImportError as error:
     raise ImportError("wandb is not installed: `pip install wandb`, or do not log to Weights & Biases") from error
   return wandb.init(project="async_rl", name=folder.path.name, dir=folder.path, config=dict(config or {}))
