@@ -1,0 +1,67 @@
+"""Imports go one way, and importing a folder loads no more than it needs."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "async_rl"
+
+#: What each folder may import of the package, beside itself.
+ALLOWED = {
+  "types": set(),
+  "stabilizers": set(),
+  "losses": set(),
+  "models": {"types"},
+  "tasks": {"types"},
+}
+ALLOWED["sampling"] = ALLOWED["learning"] = {"types", "stabilizers", "losses", "models", "tasks"}
+ALLOWED["runtime"] = ALLOWED["sampling"] | {"sampling", "learning"}
+
+
+def folder_of(module):
+  """The first name below the package of a dotted module name, if it is of the package."""
+  parts = module.split(".")
+  return parts[1] if parts[0] == "async_rl" and len(parts) > 1 else None
+
+
+def imported(file):
+  for node in ast.walk(ast.parse(file.read_text())):
+    if isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{file} uses a relative import"
+      names = [node.module] if node.module != "async_rl" else [f"async_rl.{a.name}" for a in node.names]
+    elif isinstance(node, ast.Import):
+      names = [a.name for a in node.names]
+    else:
+      continue
+    yield from names
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_go_one_way(file):
+  relative = file.relative_to(PACKAGE)
+  folder = relative.parts[0].removesuffix(".py")
+  if folder == "__init__":
+    return
+  for module in imported(file):
+    assert module.split(".")[0] != "experiments", f"{relative} imports {module}"
+    target = folder_of(module)
+    assert target in (None, folder, *ALLOWED[folder]), f"{relative} imports {module}"
+
+
+@pytest.mark.parametrize(
+  ("module", "unwanted"),
+  [
+    ("stabilizers", "flax tokenizers tensorflow_datasets grain orbax sentencepiece"),
+    ("losses", "optax flax tokenizers tensorflow_datasets grain orbax sentencepiece"),
+    ("tasks", "jax flax optax tensorflow_datasets reasoning_gym"),
+    ("types", "jax flax optax"),
+    ("runtime", "matplotlib tensorflow tensorflow_datasets reasoning_gym tensorboardX"),
+  ],
+)
+def test_importing_loads_no_more_than_needed(module, unwanted):
+  code = f"import sys, async_rl.{module}; print([m for m in {unwanted.split()} if m in sys.modules])"
+  found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+  assert found.stdout.strip() == "[]"
