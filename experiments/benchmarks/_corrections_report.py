@@ -11,7 +11,7 @@ import numpy as np
 def _cell(value: float, digits: int = 2) -> str:
   if not np.isfinite(value):
     return "–"
-  return f"{value:.3g}" if abs(value) >= 100 else f"{value:.{digits}f}"
+  return f"{value:.0f}" if abs(value) >= 10 else f"{value:.{digits}f}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -20,33 +20,48 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def tables(result: dict[str, Any]) -> str:
-  """Markdown: the batches of each lag; then cosine, direction, variance, norm and shares of tokens of every method."""
+  """Markdown: the batches of each lag, then agreement with the on-policy gradient, then noise, size and tokens kept."""
   lags = list(result["lags"])
   columns = {
     "ESS sequence": "ess/sequence",
-    "truncated": "ess_truncated/sequence",
+    "truncated at 8": "ess_truncated/sequence",
     "ESS token": "ess/token",
-    "truncated ": "ess_truncated/token",
-    "KL per sequence": "kl",
+    "truncated at 2": "ess_truncated/token",
+    "KL of a sequence": "kl",
     "largest log w": "largest_log_weight",
     "reward": "reward",
   }
   batches = _table(
     ["lag", *columns], [[k, *(_cell(result["lags"][k]["batches"][c]) for c in columns.values())] for k in lags]
   )
-  measures = {"cosine": "cosine", "direction": "direction", "variance": "variance", "norm": "norm", "kept": "kept"}
-  header = ["method"] + [f"{title} {k}" for title in measures for k in lags]
-  rows = []
-  for name in result["lags"][lags[0]]["methods"]:
-    values = [result["lags"][k]["methods"][name].get(key, np.nan) for key in measures.values() for k in lags]
-    rows.append([name, *map(_cell, values)])
-  return f"{batches}\n{_table(header, rows)}"
+  return "\n".join(
+    [
+      batches,
+      _by_method(result, ("direction", "cosine"), errors=True),
+      _by_method(result, ("variance", "norm", "kept")),
+    ]
+  )
+
+
+def _by_method(result: dict[str, Any], measures: tuple[str, ...], errors: bool = False) -> str:
+  """A row for each method, a column for each measure and lag."""
+  lags = result["lags"]
+
+  def cell(name: str, measure: str, lag: str) -> str:
+    found = lags[lag]["methods"][name]
+    text = _cell(found.get(measure, np.nan))
+    return f"{text} ± {_cell(found[f'{measure}_error'])}" if errors and text != "–" else text
+
+  rows = [[name, *(cell(name, m, k) for m in measures for k in lags)] for name in next(iter(lags.values()))["methods"]]
+  return _table(["method", *(f"{measure} {k}" for measure in measures for k in lags)], rows)
 
 
 def plot(result: dict[str, Any], file: pathlib.Path) -> None:
   """Methods by rows, lags by colours: cosine of one batch, direction of the expected gradient, relative variance."""
   from matplotlib import colormaps
   from matplotlib.figure import Figure
+  from matplotlib.ticker import NullFormatter
+  from matplotlib.ticker import ScalarFormatter
 
   lags = list(result["lags"])
   names = list(result["lags"][lags[0]]["methods"])
@@ -70,9 +85,11 @@ def plot(result: dict[str, Any], file: pathlib.Path) -> None:
     axis.axhline(sum(not name.startswith("baseline") for name in names) - 0.5, color="gray", linewidth=0.8)
   axes[0].set_yticks(range(len(names)), names, fontsize=8)
   axes[0].set_ylim(len(names) - 0.4, -0.6)
-  axes[0].set_xlim(right=1.05)
   axes[1].set_xlim(-0.3, 1.3)
   axes[1].axvline(1.0, color="gray", linewidth=0.8)
   axes[2].set_xscale("log")
+  axes[2].xaxis.set_major_formatter(ScalarFormatter())
+  axes[2].xaxis.set_minor_formatter(NullFormatter())
+  axes[2].set_xticks([3, 10, 30, 100])
   axes[2].legend(fontsize=8, loc="best")
   figure.savefig(file, dpi=110)

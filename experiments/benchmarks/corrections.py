@@ -49,10 +49,10 @@ def sample(parts: Parts, tickets: Sequence[int]) -> list[Group]:
   return groups
 
 
-def train(parts: Parts, lags: Sequence[int]) -> dict[int, Params]:
+def train(config: Config, parts: Parts, lags: Sequence[int]) -> dict[int, Params]:
   """Parameters on the host by their lag behind the last version, from a run on fresh samples."""
-  learner, size = parts.learner, parts.experiment.groups
-  state = learner.from_params(parts.experiment.start(parts))
+  learner, size = parts.learner, config.groups
+  state = learner.from_params(config.start(parts))
   last, kept = max(lags), {}
   for version in range(last + 1):
     if last - version in lags:
@@ -82,7 +82,7 @@ def batches(parts: Parts, params: Params, version: int, first: int, count: int) 
 def measure(config: Config, lags: Sequence[int], count: int, fresh: int) -> dict[str, Any]:
   """Everything the tables show: by lag, statistics of the batches and the comparison of every method."""
   parts = Parts(config)
-  snapshots = train(parts, lags)
+  snapshots = train(config, parts, lags)
   version, size = max(lags), config.groups
   final = jax.device_put(snapshots[0], jax.devices()[0])
   judge = gradients.Judge(dataclasses.replace(parts.policy, mesh=None), size, config.temperature)
