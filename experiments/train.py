@@ -32,13 +32,18 @@ def report(summary: Summary) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
   configs = {name: ((config.__doc__ or "").splitlines()[0], config()) for name, config in load_all().items()}
+  experiment = None
   try:
     experiment = tyro.extras.overridable_config_cli(configs, args=arguments, prog="python -m experiments.train")
     print(report(train(experiment)))
   except Interrupted as stop:
     print(stop, file=sys.stderr)
     return 143
-  except (ValueError, RunFolderError, CheckpointError, NotImplementedError, OSError) as error:
+  except OSError as error:
+    where = f" in {experiment.run_dir}" if experiment and error.filename is None else ""
+    print(f"error: {error}{where}; once that is mended, the same command goes on", file=sys.stderr)
+    return 2
+  except (ValueError, RunFolderError, CheckpointError, NotImplementedError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

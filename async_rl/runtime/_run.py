@@ -183,7 +183,8 @@ class _Run:
     self.store.publish(self.version, self.state.params)
     while self.version < e.steps:
       self.actor.set_weights(*self.store.latest(at_least=self.version))
-      for step in lags.steps_fed_by(self.version):
+      # A step past the end of a run that was extended has no batch from the version that should have fed it.
+      for step in sorted({self.version, *lags.steps_fed_by(self.version)}):
         if step < e.steps and step not in self.assigned:
           tickets = [ticket for _ in range(e.groups) if (ticket := self._submit()) is not None]
           if tickets:  # the buffer starts whole batches only, so these are all or none

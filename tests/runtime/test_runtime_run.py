@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import signal
 import threading
 
@@ -222,3 +223,20 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(Tiny, "policy", lambda self: models.Policy(wide, dtype="float32"))
   with pytest.raises(runtime.CheckpointError, match="another model .*d_ff: 32 -> 64"):
     runtime.train(Tiny(run_dir=str(tmp_path), steps=2))
+
+
+@pytest.mark.filterwarnings("ignore")  # JAX's compilation cache meets the same limit
+def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path):
+  """The limit on the size of files stands in for a full disk: the same system calls fail."""
+  experiment = Tiny(run_dir=str(tmp_path), checkpoint_every=2, steps=4)
+  runtime.train(experiment)
+  size = (tmp_path / "metrics.jsonl").stat().st_size
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
+  try:
+    with pytest.raises((OSError, runtime.CheckpointError), match="(?i)too large|space"):
+      runtime.train(dataclasses.replace(experiment, steps=8))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  summary = runtime.train(dataclasses.replace(experiment, steps=8))
+  assert [r["step"] for r in rows(summary)] == list(range(1, 9))
