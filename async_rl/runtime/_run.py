@@ -111,32 +111,36 @@ class _Run:
   # Life.
 
   def train(self) -> Summary:
-    e = self.experiment
-    host = self._restore()
-    self.recorder = ScheduleRecorder(self.folder.schedule, host["schedule"] if host else 0)
-    self.actor = Actor(self.parts, self.buffer, self.rewards, self.ledger, self.recorder)
-    self.writer = MetricsWriter(self.folder, resume_step=self.version, wandb=e.wandb, config=dataclasses.asdict(e))
-    self.pending = MetricsBuffer()
-    self.progress = Progress(e.steps, self.version)
-    if host:
-      self._restore_host(host)
-    else:
-      self._save()
-    self.parts.engine.warmup()
-    restore_signals = self._catch_signals()
-    try:
+    with contextlib.ExitStack() as stack:
+      self._open(stack)
+      self.parts.engine.warmup()
+      self._catch_signals(stack)
       self._evaluate()
       ended_early = self._drive()
-    except BaseException as error:
-      self.buffer.close(error)
-      raise
-    finally:
-      restore_signals()
-      self._close()
     write_report(self.folder)
     versions = sorted(self.accuracy)
     last, first = (self.accuracy[versions[-1]], self.accuracy[versions[0]]) if versions else (None, None)
     return Summary(self.folder, self.version, last, first, ended_early)
+
+  def _open(self, stack: contextlib.ExitStack) -> None:
+    """Restores or starts the run; what it opens is closed by `stack`, whatever happens."""
+    e = self.experiment
+    stack.callback(self.store.close)
+    stack.callback(self.checkpoints.close)
+    host = self._restore()
+    self.recorder = ScheduleRecorder(self.folder.schedule, host["schedule"] if host else 0)
+    stack.callback(self.recorder.close)
+    self.writer = MetricsWriter(self.folder, resume_step=self.version, wandb=e.wandb, config=dataclasses.asdict(e))
+    stack.callback(self.writer.close)
+    self.progress = Progress(e.steps, self.version)
+    stack.callback(self.progress.close)
+    self.pending = MetricsBuffer()
+    self.actor = Actor(self.parts, self.buffer, self.rewards, self.ledger, self.recorder)
+    stack.callback(self.buffer.close)
+    if host:
+      self._restore_host(host)
+    else:
+      self._save()
 
   def _drive(self) -> bool:
     ways = {"async": self._side_by_side, "sync": self._in_turn, "simulated": self._in_turn}
@@ -152,14 +156,6 @@ class _Run:
     self._evaluate()
     self._save()
     return ended_early
-
-  def _close(self) -> None:
-    self.buffer.close()
-    self.progress.close()
-    self.writer.close()
-    self.recorder.close()
-    self.checkpoints.close()
-    self.store.close()
 
   # Three ways to run.
 
@@ -364,9 +360,8 @@ class _Run:
       }
     self.checkpoints.save(self.version, self.state, host)
 
-  def _catch_signals(self):
-    """Makes SIGTERM and SIGINT end the run after the current step; returns what undoes it."""
-    if threading.current_thread() is not threading.main_thread():
-      return lambda: None
-    before = {s: signal.signal(s, lambda *_: self.wanted.set()) for s in (signal.SIGTERM, signal.SIGINT)}
-    return lambda: [signal.signal(s, handler) for s, handler in before.items()]
+  def _catch_signals(self, stack: contextlib.ExitStack) -> None:
+    """Makes SIGTERM and SIGINT end the run after the current step, until `stack` closes."""
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGTERM, signal.SIGINT):
+        stack.callback(signal.signal, number, signal.signal(number, lambda *_: self.wanted.set()))

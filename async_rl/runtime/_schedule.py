@@ -73,8 +73,10 @@ class ScheduleRecorder:
 
   def close(self) -> None:
     """Writes out all events and closes the file."""
-    self.flush()
-    self._file.close()
+    try:
+      self.flush()
+    finally:
+      self._file.close()
 
   def _write(self) -> None:
     self._file.write("".join(f"{line}\n" for line in self._pending).encode())
