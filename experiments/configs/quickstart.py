@@ -33,7 +33,7 @@ class Config(Experiment):
   max_completion_tokens: int = 24
   slots: int = 128
   decode_chunk: int = 8
-  rows: int = 128
+  rows: int = 64
   reward_workers: int = 1
   eval_every: int = 50
   eval_prompts: int = 256
