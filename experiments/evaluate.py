@@ -1,0 +1,134 @@
+"""Evaluates a run's newest checkpoint: `python -m experiments.evaluate RUN_DIR [--samples 8] [--temperature 1.0]`.
+
+Without options: greedy accuracy on the whole test split. With K samples per prompt also the mean over samples (avg@K)
+and pass@k, the chance that at least one of k samples is right, for k = 1, 2, 4, … up to K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import tyro
+
+from async_rl import tasks
+from async_rl.runtime import Checkpointer
+from async_rl.runtime import CheckpointError
+from async_rl.runtime import Experiment
+from async_rl.runtime import Parts
+from async_rl.types import Prompt
+from experiments.configs import load_all
+
+
+def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
+  """Chance that k samples drawn without replacement hold a correct one, [N]; the unbiased estimate of pass@k.
+
+  1 - C(n - c, k) / C(n, k), for c of n samples correct (Chen et al., Evaluating Large Language Models Trained on Code,
+  2021, https://arxiv.org/abs/2107.03374, equation 1).
+
+  Args:
+    correct: int [N], c of each prompt.
+    samples: n.
+    k: at most n.
+  """
+  if not 1 <= k <= samples:
+    raise ValueError(f"k must lie in 1..samples={samples}, got k={k}.")
+  return np.array([1.0 - math.comb(samples - int(c), k) / math.comb(samples, k) for c in correct])
+
+
+def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
+  """Mean over prompts, and half the width of its 95 % interval (normal approximation; prompts are independent)."""
+  half = 1.96 * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+  return float(values.mean()), float(half)
+
+
+def load_experiment(run_dir: pathlib.Path) -> Experiment:
+  """The experiment of a run folder, with the options it was run with.
+
+  Raises:
+    FileNotFoundError: if the folder holds no run.
+    ValueError: if its config is not one of `experiments.configs`.
+  """
+  file = run_dir / "config.txt"
+  if not file.exists():
+    raise FileNotFoundError(f"{run_dir} holds no run: {file} is missing")
+  options: dict[str, Any] = json.loads(file.read_text())
+  name, configs = options.pop("config"), load_all()
+  if name not in configs:
+    raise ValueError(f"{file} is of config {name!r}, which is not one of {', '.join(configs)}.")
+  lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
+  return configs[name](**options | lists | {"run_dir": str(run_dir)})
+
+
+def score(parts: Parts, params: Any, prompts: list[Prompt], samples: int, temperature: float) -> np.ndarray:
+  """Rewards of `samples` completions of each prompt, float [N, samples]."""
+  e = parts.experiment
+  config = dataclasses.replace(
+    e.sampler_config(), group_size=samples, temperature=temperature, slots=max(e.slots, samples)
+  )
+  engine = parts.make_engine(config, parts.meshes.generation)
+  engine.set_weights(params, 0)
+  completions = engine.generate([parts.encode(i, prompt) for i, prompt in enumerate(prompts)])
+  with tasks.RewardPool(parts.task, e.reward_workers, e.reward_timeout) as pool:
+    futures = [pool.submit(prompts[c.ticket], parts.decode(c.tokens), c.finish) for c in completions]
+    return np.array([future.result().value for future in futures]).reshape(len(prompts), samples)
+
+
+def evaluate(
+  run_dir: tyro.conf.Positional[pathlib.Path],
+  /,
+  samples: int = 1,
+  temperature: float | None = None,
+  prompts: int | None = None,
+  split: str = "test",
+  step: int | None = None,
+) -> dict[str, float]:
+  """Prints and returns the accuracy of a checkpoint.
+
+  Args:
+    run_dir: folder of the run.
+    samples: K, completions of each prompt.
+    temperature: of sampling; by default 0 (greedy) for one sample, the run's own for more.
+    prompts: how many prompts of the split, from its start; by default all.
+    split: "test" or "train".
+    step: which checkpoint; by default the newest.
+  """
+  experiment = load_experiment(run_dir)
+  if temperature is None:
+    temperature = 0.0 if samples == 1 else experiment.temperature
+  parts = Parts(experiment)
+  checkpoints = Checkpointer(
+    run_dir / "checkpoints", keep=experiment.keep, fingerprint={"model": dataclasses.asdict(parts.policy.config)}
+  )
+  params = checkpoints.restore_params(parts.learner.abstract().params, step)
+  found = parts.task.prompts(split)
+  rewards = score(
+    parts, params, [found[i] for i in range(min(prompts or len(found), len(found)))], samples, temperature
+  )
+  results = {f"avg@{samples}": mean_and_interval(rewards.mean(axis=1))}
+  correct = (rewards >= 1.0).sum(axis=1)
+  for k in [2**i for i in range(samples.bit_length()) if samples > 1]:
+    results[f"pass@{k}"] = mean_and_interval(pass_at_k(correct, samples, k))
+  step = checkpoints.latest_step if step is None else step
+  print(f"{experiment.name}, step {step}, {len(rewards)} {split} prompts, temperature {temperature:g}")
+  for name, (mean, half) in results.items():
+    print(f"{name:8} {mean:.4f} ± {half:.4f}")
+  return {name: mean for name, (mean, _) in results.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+  try:
+    tyro.cli(evaluate, args=arguments, prog="python -m experiments.evaluate", description=__doc__)
+  except (ValueError, CheckpointError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

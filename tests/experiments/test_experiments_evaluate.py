@@ -1,0 +1,50 @@
+"""Evaluation of checkpoints: the estimator against enumeration, the command on a real run."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from async_rl import runtime
+from experiments import evaluate
+from experiments.configs import quickstart
+
+
+@pytest.mark.parametrize(("samples", "k"), [(1, 1), (4, 1), (4, 2), (5, 5), (6, 3)])
+def test_pass_at_k_is_the_mean_over_all_subsets(samples, k):
+  for correct in range(samples + 1):
+    outcomes = [True] * correct + [False] * (samples - correct)
+    expected = np.mean([any(subset) for subset in itertools.combinations(outcomes, k)])
+    np.testing.assert_allclose(evaluate.pass_at_k(np.array([correct]), samples, k), [expected])
+
+
+def test_pass_at_k_beyond_the_samples_is_refused():
+  with pytest.raises(ValueError, match="k=3"):
+    evaluate.pass_at_k(np.array([1]), 2, 3)
+
+
+def test_the_interval_covers_the_mean_of_coin_flips():
+  rng = np.random.default_rng(0)
+  covered = 0
+  for _ in range(400):
+    mean, half = evaluate.mean_and_interval(rng.binomial(1, 0.3, 200).astype(float))
+    covered += abs(mean - 0.3) <= half
+  assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_the_command_evaluates_what_the_run_evaluated(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  config = quickstart.Config(run_dir="run", generation_devices=4, **quickstart.SMOKE | {"steps": 1})
+  summary = runtime.train(config)
+  assert evaluate.main(["run", "--prompts", "8"]) == 0
+  assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
+  assert evaluate.main(["run", "--prompts", "4", "--samples", "4"]) == 0
+  printed = capsys.readouterr().out
+  assert "avg@4" in printed
+  assert "pass@4" in printed
+  assert "temperature 1" in printed
+
+
+def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
+  assert evaluate.main([str(tmp_path)]) == 2
+  assert "holds no run" in capsys.readouterr().err
