@@ -209,8 +209,8 @@ def compare(gradients: np.ndarray, target: Mean) -> dict[str, float]:
   Returns:
     `cosine`: of one batch's gradient to the target, averaged over the batches, with its standard error.
     `direction`: cosine of the expected gradient to the target, both free of noise: 1 for an unbiased method, and a
-      little beyond 1 by chance; NaN where the expected gradient cannot be told from 0. With its jackknife error over the N
-      batches; that of the target is not in it.
+      little beyond 1 by chance; NaN where the expected gradient cannot be told from 0. With its jackknife error
+      over the N batches; that of the target is not in it.
     `variance`: squared distance from the expected gradient as a multiple of that one's squared length; NaN likewise.
     `norm`: length of the expected gradient, as a multiple of the target's.
   """
