@@ -82,7 +82,7 @@ def _make_learner(parts: Parts, learning_rate: float, sequences: int) -> learnin
   experiment = parts.experiment
   return learning.Learner(
     parts.policy,
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, learning_rate, 20))),
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, learning_rate, 20), b2=0.95)),
     lambda x: losses.reinforce(x.logprobs, x.behaviour, x.advantages, x.mask),
     lambda x: jnp.ones_like(x.rewards),
     learning.BatchShape(
