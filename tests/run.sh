@@ -8,4 +8,4 @@ setup_venv "[test]"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy --config-file tests/mypy.ini async_rl experiments
-exec "$PYTHON" -m pytest -c tests/pytest.ini --rootdir=. "$@"
+exec "$PYTHON" -m pytest -c tests/pytest.ini --rootdir=. -n 2 --dist loadfile "$@"
