@@ -23,6 +23,7 @@ from async_rl.types import Completion
 from async_rl.types import Group
 
 _PROBE = 32  # held-out prompts of a check
+_MOST_TOO_LONG = 1000  # solutions in a row that are left out before it is an error
 
 
 def train_supervised(
@@ -106,11 +107,17 @@ def _probe(parts: Parts, params: models.Params, rewards: tasks.RewardPool) -> fl
 def _solutions(parts: Parts, rng: np.random.Generator):
   """Yields random training prompts with correct completions, as groups of one, without end."""
   task = cast(tasks.SupervisedTask, parts.task)
-  while True:
+  limit, too_long = parts.experiment.max_completion_tokens, 0
+  while too_long < _MOST_TOO_LONG:
     prompt = parts.prompts[int(rng.integers(len(parts.prompts)))]
     text = task.solution(prompt, rng)
     tokens = np.array([*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]], np.int32)
-    if len(tokens) <= parts.experiment.max_completion_tokens:
+    too_long = too_long + 1 if len(tokens) > limit else 0
+    if not too_long:
       zeros = np.zeros(len(tokens), np.float32)
       completion = Completion(0, 0, tokens, zeros, zeros.astype(np.int32), np.ones(len(tokens), bool), STOP)
       yield Group(parts.encode(UNTRAINED_TICKETS, prompt), (completion,), np.ones(1, np.float32))
+  raise ValueError(
+    f"{too_long} solutions in a row are longer than max_completion_tokens={limit}, the last one has {len(tokens)} "
+    "tokens; raise max_completion_tokens."
+  )
