@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import TYPE_CHECKING
 from typing import ClassVar
 from typing import Literal
+from typing import get_args
 
 import jax
 import optax
@@ -15,6 +17,7 @@ from async_rl import losses
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
+from async_rl.runtime._schedule import LAG_KINDS
 
 if TYPE_CHECKING:
   from async_rl.runtime._parts import Parts
@@ -98,12 +101,21 @@ class Experiment:
   overwrite: bool = False
 
   def __post_init__(self):
-    for field in ("steps", "groups", "samples", "max_prompt_tokens", "max_completion_tokens", "decode_chunk", "rows"):
+    if self.mode not in get_args(Mode):
+      raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got mode={self.mode!r}.")
+    sizes = ("steps", "groups", "samples", "max_prompt_tokens", "max_completion_tokens", "decode_chunk", "rows", "keep")
+    for field in sizes:
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {field}={getattr(self, field)}.")
     for field in ("max_lag", "eval_every", "eval_prompts", "checkpoint_every", "reward_workers"):
       if getattr(self, field) < 0:
         raise ValueError(f"{field} must not be negative, got {field}={getattr(self, field)}.")
+    if self.epochs is not None and self.epochs < 1:
+      raise ValueError(f"epochs must be at least 1, got epochs={self.epochs}; leave it out for no limit.")
+    if self.mode == "simulated" and self.lag not in LAG_KINDS and not pathlib.Path(self.lag).is_file():
+      raise ValueError(
+        f"lag must be one of {', '.join(LAG_KINDS)} or the schedule.jsonl of a run, got lag={self.lag!r}, no such file."
+      )
     if not self.temperature > 0:
       raise ValueError(f"temperature must be above 0, got temperature={self.temperature}; training needs samples.")
     if self.mode == "async" and self.generation_devices == 0 and self.max_lag == 0:

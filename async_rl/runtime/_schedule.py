@@ -6,6 +6,7 @@ A schedule is a list of events, recorded where they take effect::
     ("submit", ticket)         the sampler was given a group
     ("chunk",)                 the sampler decoded a chunk of tokens
     ("train", v, [tickets])    the learner trained these groups at version v
+    ("resume",)                a checkpoint was resumed; what was in flight was computed anew
 
 Replaying them one by one gives the same tokens and the same updates, on one thread.
 """
@@ -26,6 +27,8 @@ import numpy as np
 
 Event = tuple[Any, ...]
 
+#: Distributions of simulated lag.
+LAG_KINDS = ("fixed", "uniform", "heavy")
 #: Events that wait in memory before they are written.
 _BUFFERED = 256
 
@@ -118,7 +121,7 @@ class LagDistribution:
   def __post_init__(self):
     if self.max_lag < 0:
       raise ValueError(f"max_lag must be >= 0, got max_lag={self.max_lag}")
-    if self.kind not in ("fixed", "uniform", "heavy"):
+    if self.kind not in LAG_KINDS:
       raise ValueError(f'kind of lag must be "fixed", "uniform" or "heavy", got kind={self.kind!r}')
     if not self.tail > 0:
       raise ValueError(f"tail must be > 0, got tail={self.tail}")
