@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,19 +65,25 @@ class Actor:
     self._rewards, self._ledger, self._recorder = rewards, ledger, recorder
     self._open: dict[int, _OpenGroup] = {}
     self._failed_in_a_row = 0
-    self._lock = threading.Lock()
+    self._lock, self._gate = threading.Lock(), threading.Lock()
+    #: Version of the weights that the actor gave the sampler, -1 before the first; others may have used it before.
+    self.version = -1
+    #: Seconds for which the sampler had nothing to do, in `run`.
+    self.rested = 0.0
 
   def run(self, store: WeightStore) -> None:
     """Samples until the buffer is closed; an error closes the buffer with it, and so ends the run."""
     try:
       while True:
-        with self._lock:
+        with self.paused():
           self.set_weights(*store.latest())
           while self._engine.has_room() and (ticket := self._buffer.try_submit(self.version)) is not None:
             self.submit(ticket)
           busy = self.advance()
         if not busy:
+          start = time.monotonic()
           self._rest(store)
+          self.rested += time.monotonic() - start
     except Closed:
       pass
     except BaseException as error:
@@ -88,20 +95,16 @@ class Actor:
     if due:
       concurrent.futures.wait(due, timeout=_PATIENCE, return_when=concurrent.futures.FIRST_COMPLETED)
     elif (ticket := self._buffer.wait_submit(self.version, timeout=_PATIENCE)) is not None:
-      with self._lock:
+      with self.paused():
         self.submit(ticket)
     else:
       store.latest(at_least=self.version + 1, timeout=_PATIENCE)
-
-  @property
-  def version(self) -> int:
-    """Version of the sampler's weights; -1 before it has any."""
-    return -1 if self._engine.version is None else self._engine.version
 
   def set_weights(self, version: int, params: Any) -> None:
     """Swaps the sampler's weights if these are others than it has."""
     if version != self.version:
       self._engine.set_weights(params, version)
+      self.version = version
       self._recorder.record("weights", version)
 
   def submit(self, ticket: int) -> None:
@@ -173,9 +176,17 @@ class Actor:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Holds the actor between two chunks."""
-    with self._lock:
+    """Holds the actor between two chunks; it takes its own turns with this too.
+
+    Locks are not fair: an actor that is never idle would take its own again before anybody else can. Whoever waits
+    for it holds the gate, which everybody passes first.
+    """
+    with self._gate:
+      self._lock.acquire()
+    try:
       yield
+    finally:
+      self._lock.release()
 
   def held_tokens(self) -> int:
     """Tokens in unfinished samples and unfinished groups."""

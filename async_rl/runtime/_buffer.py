@@ -79,7 +79,6 @@ class RolloutBuffer:
     self._complete: dict[int, Group] = {}
     self._resubmit: list[int] = []  # heap of restored tickets that no sampler works on
     self._failures: collections.Counter[str] = collections.Counter()
-    self._waited = {"learner": 0.0, "sampler": 0.0}
 
   def try_submit(self, sampler_version: int) -> int | None:
     """Returns the ticket of a group to sample now, or None when the lag bound or the end of the data forbids one.
@@ -110,7 +109,7 @@ class RolloutBuffer:
       ticket = self._submit(sampler_version)
       return (ticket,) if ticket is not None or self._learner > sampler_version else None
 
-    result = self._wait("sampler", ready, timeout)
+    result = self._wait(ready, timeout)
     return result[0] if result else None
 
   def put(self, group: Group) -> None:
@@ -158,8 +157,7 @@ class RolloutBuffer:
     """
 
     def ready() -> list[int] | None:
-      if self._error is not None:
-        raise self._error
+      self.check()
       self._check_open()
       if self._taken == self._steps or len(self._stamps) + self._remaining() < self.groups_per_step:
         raise EndOfData(f"the data ended after {self._taken} steps, with {len(self._stamps)} groups left")
@@ -170,7 +168,7 @@ class RolloutBuffer:
         raise ValueError(f"take({version}) out of turn: the next batch is that of version {self._taken}")
       self._learner = version
       self._changed.notify_all()
-      chosen = self._wait("learner", ready, timeout)
+      chosen = self._wait(ready, timeout)
       if chosen is None:
         raise TimeoutError(f"no batch for step {version} within {timeout} s: {self._describe()}")
       self._taken += 1
@@ -184,6 +182,11 @@ class RolloutBuffer:
       self._closed = True
       self._error = self._error or error
       self._changed.notify_all()
+
+  def check(self) -> None:
+    """Raises the error that the buffer was closed with, if there was one."""
+    if self._error is not None:
+      raise self._error
 
   def counts(self) -> dict[str, int]:
     """Groups by state: `submitted` (failed ones excluded), `pending`, `complete`, `trained`, `failed`."""
@@ -200,11 +203,6 @@ class RolloutBuffer:
     """Failed groups by reason."""
     with self._changed:
       return dict(self._failures)
-
-  def waited(self) -> dict[str, float]:
-    """Seconds spent waiting here so far by the `learner`, and by the `sampler` (all its threads together)."""
-    with self._changed:
-      return dict(self._waited)
 
   def groups(self) -> list[Group]:
     """The complete groups that wait to be trained, ordered by ticket."""
@@ -302,18 +300,15 @@ class RolloutBuffer:
     left = sorted(self._stamps[ticket] for ticket in self._stamps.keys() - set(chosen))
     return all(self._taken + 1 + i // self.groups_per_step <= u + self.max_lag for i, u in enumerate(left))
 
-  def _wait(self, who: str, ready: Callable[[], Any], timeout: float | None) -> Any:
+  def _wait(self, ready: Callable[[], Any], timeout: float | None) -> Any:
     start = time.monotonic()
     with self._changed:
-      try:
-        while (result := ready()) is None:
-          left = None if timeout is None else start + timeout - time.monotonic()
-          if left is not None and left <= 0:
-            return None
-          self._changed.wait(left)
-        return result
-      finally:
-        self._waited[who] += time.monotonic() - start
+      while (result := ready()) is None:
+        left = None if timeout is None else start + timeout - time.monotonic()
+        if left is not None and left <= 0:
+          return None
+        self._changed.wait(left)
+      return result
 
   def _check_open(self) -> None:
     if self._closed:

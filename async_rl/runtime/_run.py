@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -31,6 +30,7 @@ from async_rl.runtime._progress import Progress
 from async_rl.runtime._records import drawn_tokens
 from async_rl.runtime._report import write_report
 from async_rl.runtime._run_folder import RunFolder
+from async_rl.runtime._schedule import LAG_KINDS
 from async_rl.runtime._schedule import LagDistribution
 from async_rl.runtime._schedule import ScheduleRecorder
 from async_rl.runtime._schedule import read_schedule
@@ -105,8 +105,7 @@ class _Run:
     self.wanted = threading.Event()  # a signal asked for the end
     self.state: TrainState
     self.version = 0
-    self.started = time.monotonic()
-    self.last: dict[str, float] = collections.defaultdict(float)  # running totals at the step before
+    self.last: dict[str, float] = {}  # running totals at the step before
 
   # Life.
 
@@ -115,7 +114,8 @@ class _Run:
       self._open(stack)
       self.parts.engine.warmup()
       self._catch_signals(stack)
-      self._evaluate()
+      if not self.version:
+        self._evaluate()
       ended_early = self._drive()
     write_report(self.folder)
     versions = sorted(self.accuracy)
@@ -145,9 +145,10 @@ class _Run:
   def _drive(self) -> bool:
     ways = {"async": self._side_by_side, "sync": self._in_turn, "simulated": self._in_turn}
     way = ways[self.experiment.mode]
-    if self.experiment.mode == "simulated" and self.experiment.lag not in ("fixed", "uniform", "heavy"):
+    if self.experiment.mode == "simulated" and self.experiment.lag not in LAG_KINDS:
       way = self._replay
     ended_early = False
+    self.last = self._totals()
     try:
       way()
     except EndOfData:
@@ -182,13 +183,30 @@ class _Run:
       # A step past the end of a run that was extended has no batch from the version that should have fed it.
       for step in sorted({self.version, *lags.steps_fed_by(self.version)}):
         if step < e.steps and step not in self.assigned:
-          tickets = [ticket for _ in range(e.groups) if (ticket := self._submit()) is not None]
-          if tickets:  # the buffer starts whole batches only, so these are all or none
-            self.assigned[step] = tickets
-      self.actor.drain()
-      if self.version not in self.assigned:
+          self.assigned[step] = self._submit_many(e.groups)
+      self._sample_assigned()
+      if len(self.assigned[self.version]) < e.groups:
         raise EndOfData(f"the data ended after {self.version} steps")
-      self._learn(self._take(self.assigned.pop(self.version)))
+      groups = self._take(self.assigned[self.version])
+      del self.assigned[self.version]  # not before: a signal makes `_take` save
+      self._learn(groups)
+
+  def _sample_assigned(self) -> None:
+    """Finishes all groups, and other ones in place of those that failed."""
+    failed = True
+    while failed:
+      self.actor.drain()
+      complete = {group.request.ticket for group in self.buffer.groups()}
+      failed = False
+      for step, tickets in self.assigned.items():
+        good = [ticket for ticket in tickets if ticket in complete]
+        if len(good) < len(tickets):
+          failed = True
+          self.assigned[step] = good + self._submit_many(len(tickets) - len(good))
+
+  def _submit_many(self, count: int) -> list[int]:
+    """Hands the sampler this many groups, fewer if the data end."""
+    return [ticket for _ in range(count) if (ticket := self._submit()) is not None]
 
   def _submit(self) -> int | None:
     """Hands the sampler the next group, if there is one."""
@@ -200,6 +218,8 @@ class _Run:
   def _replay(self) -> None:
     """Repeats a recorded asynchronous run, event by event."""
     e = self.experiment
+    if 0 < self.version < e.steps:
+      raise ValueError(f"{self.folder.path} holds part of a replay, which cannot be resumed; pass --overwrite.")
     events = list(read_schedule(e.lag))
     needed = {event[1] for event in events if event[0] == "weights"}
     self.store.publish(self.version, self.state.params)
@@ -210,6 +230,8 @@ class _Run:
       match kind:
         case "weights":
           self.actor.set_weights(details[0], kept.pop(details[0]))
+        case "resume":
+          raise ValueError(f"{e.lag} is of a run that was resumed with samples in flight; it cannot be replayed.")
         case "submit":
           if self._submit() != details[0]:
             raise ValueError(
@@ -222,6 +244,8 @@ class _Run:
           self._learn(self._take(details[1]))
           if self.version in needed:
             kept.update([self.store.latest(at_least=self.version)])
+    if self.version < e.steps:
+      raise EndOfData(f"the schedule ended after {self.version} steps")
 
   # Parts of a step.
 
@@ -235,6 +259,8 @@ class _Run:
       try:
         groups = self.buffer.take(self.version, timeout=_PATIENCE, tickets=tickets)
       except TimeoutError:
+        if tickets is not None:  # the sampler is in this thread and has finished
+          raise RuntimeError(f"Step {self.version} trains groups {tickets}, but not all of them succeeded.") from None
         continue
       self.recorder.record("train", self.version, [g.request.ticket for g in groups])
       return groups
@@ -245,9 +271,9 @@ class _Run:
     batch = learner.put(learning.pack(groups, learner.shape))
     with self._turn():
       self.state, metrics = learner.step(self.state, batch)
-    self.version += 1
-    if self.version < e.steps:
-      self.store.publish(self.version, self.state.params)
+      self.version += 1
+      if self.version < e.steps:
+        self.store.publish(self.version, self.state.params)
     self._log(metrics, groups)
     if e.eval_every and self.version % e.eval_every == 0 and self.version < e.steps:
       self._evaluate()
@@ -271,19 +297,21 @@ class _Run:
     self.writer.write(step, values)
     self.progress.update(step, values)
 
-  def _host_metrics(self, groups: list[Group]) -> dict[str, Any]:
-    """Times, rates and queues since the step before."""
-    counters, waited = self.parts.engine.counters, self.buffer.waited()
-    now = {
+  def _totals(self) -> dict[str, float]:
+    """Running totals, of which metrics report the change in a step."""
+    counters = self.parts.engine.counters
+    return {
       "time": time.monotonic(),
       "generated": float(counters.tokens),
       "slot_steps": float(counters.slot_steps),
-      "sampler": waited["sampler"],
+      "rested": self.actor.rested,
     }
-    if not self.last:
-      self.last.update(now, time=self.started)
+
+  def _host_metrics(self, groups: list[Group]) -> dict[str, Any]:
+    """Times, rates and queues since the step before."""
+    now = self._totals()
     change = {name: value - self.last[name] for name, value in now.items()}
-    self.last.update(now)
+    self.last = now
     seconds = max(change["time"], 1e-9)
     counts = self.buffer.counts()
     return {
@@ -291,7 +319,7 @@ class _Run:
       "time/step": seconds,
       "time/weight_push": self.store.push_seconds,
       "idle/learner": min(1.0, self.idle / seconds),
-      "idle/generator": min(1.0, change["sampler"] / seconds),
+      "idle/generator": min(1.0, change["rested"] / seconds),
       "throughput/generated": change["generated"] / seconds,
       "throughput/trained": sum(map(drawn_tokens, groups)) / seconds,
       "sampler/occupancy": change["generated"] / max(change["slot_steps"], 1.0),
@@ -307,8 +335,8 @@ class _Run:
       return
     self._flush_metrics()
     engine = self.parts.evaluator
-    engine.set_weights(self.state.params, self.version)
     with self._turn():
+      engine.set_weights(self.state.params, self.version)
       found = evaluate(self.parts, engine, self.parts.held_out, self.rewards)
     self.accuracy[self.version] = found["accuracy"]
     self.writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
@@ -342,12 +370,15 @@ class _Run:
     self.ledger.restore(host["ledger"], saved + self.actor.held_tokens())
     self.assigned = {int(step): tickets for step, tickets in host["assigned"].items()}
     self.accuracy = {int(version): value for version, value in host["accuracy"].items()}
+    if len(host["actor"]["tickets"]):
+      self.recorder.record("resume")
     self.progress.note(f"resumed at step {self.version}")
 
   def _save(self) -> None:
     """Starts a checkpoint of the current version, the sampler paused between two chunks."""
     self._flush_metrics()
     with self.actor.paused():
+      self.buffer.check()
       held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))
       self.ledger.balance(held)
       host = {
@@ -361,7 +392,14 @@ class _Run:
     self.checkpoints.save(self.version, self.state, host)
 
   def _catch_signals(self, stack: contextlib.ExitStack) -> None:
-    """Makes SIGTERM and SIGINT end the run after the current step, until `stack` closes."""
+    """Makes SIGTERM or a first SIGINT end the run after the current step, until `stack` closes."""
     if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGTERM, signal.SIGINT):
-        stack.callback(signal.signal, number, signal.signal(number, lambda *_: self.wanted.set()))
+      before: dict[int, Any] = {int(n): signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+
+      def stop(*_: Any) -> None:
+        self.wanted.set()
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+      for number in before:
+        signal.signal(number, stop)
+        stack.callback(signal.signal, number, before[number])

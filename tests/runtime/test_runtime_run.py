@@ -77,6 +77,26 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, monkeypatch,
   assert [r["reward/mean"] for r in rows(resumed_summary)] == [r["reward/mean"] for r in rows(summary)]
 
 
+@pytest.mark.parametrize("lag", ["fixed", "heavy"])
+def test_a_signal_in_a_simulated_run_changes_nothing(tmp_path, monkeypatch, lag):
+  make = lambda name: Tiny(run_dir=str(tmp_path / name), lag=lag)
+  _, whole, host = run(make("whole"))
+  take = _run._Run._take
+
+  def signalled(self, tickets=None):
+    if self.version == 3:
+      self.wanted.set()
+    return take(self, tickets)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(_run._Run, "_take", signalled)
+    with pytest.raises(runtime.Interrupted):
+      runtime.train(make("stopped"))
+  _, resumed, resumed_host = run(make("stopped"))
+  assert_identical(whole, resumed)
+  assert resumed_host["ledger"] == host["ledger"]
+
+
 def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
   options = dict(steps=8, max_lag=2, decode_chunk=2)
   summary, state, host = run(Tiny(run_dir=str(tmp_path / "async"), mode="async", **options))
@@ -128,12 +148,75 @@ class BrokenTiny(Tiny):
     return Broken(numbers=2, train=64, test=8, data_dir=super().task().data_dir)
 
 
+@dataclasses.dataclass(frozen=True)
+class Flaky(DigitSums):
+  def reward(self, prompt, text, finish):
+    if prompt.id % 5 == 0:
+      raise ZeroDivisionError
+    return super().reward(prompt, text, finish)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlakyTiny(Tiny):
+  def task(self):
+    return Flaky(numbers=2, train=64, test=8, data_dir=super().task().data_dir)
+
+
+@pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
+def test_a_group_whose_rewards_fail_is_replaced(tmp_path, mode):
+  summary, _, host = run(FlakyTiny(run_dir=str(tmp_path), mode=mode, lag="heavy"))
+  assert summary.version == 6
+  assert host["ledger"]["ended"]["failed/reward"] > 0
+  assert all(r["staleness/max"] <= 2 for r in rows(summary))
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmed(Tiny):
+  """Its start uses the sampler for weights that are not those it returns."""
+
+  def start(self, parts):
+    first, other = (parts.learner.init(jax.random.key(seed)).params for seed in (0, 1))
+    parts.engine.set_weights(jax.tree.map(lambda x: 10 * x, other), 0)
+    return first
+
+
+@pytest.mark.parametrize("mode", ["async", "simulated"])
+def test_the_first_samples_are_of_the_weights_that_start_returns(tmp_path, mode):
+  summary = runtime.train(Warmed(run_dir=str(tmp_path), mode=mode, steps=1))
+  assert rows(summary)[0]["logprob_difference/lag_zero"] < 1e-5
+
+
+def test_supervised_training_without_solutions_that_fit_is_an_error(tmp_path):
+  parts = runtime.Parts(Tiny(run_dir=str(tmp_path), max_completion_tokens=3))
+  with pytest.raises(ValueError, match="max_completion_tokens=3"):
+    runtime.train_supervised(parts, steps=1, learning_rate=1e-3)
+
+
 @pytest.mark.parametrize("mode", ["async", "simulated"])
 def test_an_error_of_the_sampler_ends_the_run_with_its_cause(tmp_path, monkeypatch, mode):
   monkeypatch.setattr(runtime.Actor, "_judge", lambda *_: (_ for _ in ()).throw(MemoryError("in the sampler")))
   with pytest.raises(MemoryError, match="in the sampler"):
     runtime.train(Tiny(run_dir=str(tmp_path), mode=mode))
   assert not any(t.name == "actor" and t.is_alive() for t in threading.enumerate())
+
+
+def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeypatch):
+  judge, learn, failed = runtime.Actor._judge, _run._Run._learn, threading.Event()
+
+  def fails(self, completion):
+    if completion.ticket >= 6:
+      failed.set()
+      raise MemoryError("in the sampler")
+    judge(self, completion)
+
+  def after(self, groups):
+    assert failed.wait(60)
+    learn(self, groups)
+
+  monkeypatch.setattr(runtime.Actor, "_judge", fails)
+  monkeypatch.setattr(_run._Run, "_learn", after)
+  with pytest.raises(MemoryError, match="in the sampler"):
+    runtime.train(Tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))
 
 
 def test_a_task_whose_rewards_all_fail_ends_the_run(tmp_path):
@@ -201,7 +284,15 @@ def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, messag
 
 @pytest.mark.parametrize(
   ("options", "message"),
-  [(dict(steps=0), "steps=0"), (dict(max_lag=-1), "max_lag=-1"), (dict(temperature=0), "temperature=0")],
+  [
+    (dict(steps=0), "steps=0"),
+    (dict(max_lag=-1), "max_lag=-1"),
+    (dict(temperature=0), "temperature=0"),
+    (dict(epochs=0), "epochs=0"),
+    (dict(keep=0), "keep=0"),
+    (dict(mode="simulate"), "mode='simulate'"),
+    (dict(lag="hevy"), "lag='hevy'"),
+  ],
 )
 def test_options_are_checked_before_anything_happens(options, message):
   with pytest.raises(ValueError, match=message):
