@@ -39,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
   except Interrupted as stop:
     print(stop, file=sys.stderr)
     return 143
+  except KeyboardInterrupt:
+    print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+    return 130
   except OSError as error:
     where = f" in {experiment.run_dir}" if experiment and error.filename is None else ""
     print(f"error: {error}{where}; once that is mended, the same command goes on", file=sys.stderr)
