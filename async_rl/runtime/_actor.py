@@ -178,8 +178,8 @@ class Actor:
   def paused(self) -> Iterator[None]:
     """Holds the actor between two chunks; it takes its own turns with this too.
 
-    Locks are not fair: an actor that is never idle would take its own again before anybody else can. Whoever waits
-    for it holds the gate, which everybody passes first.
+    Locks are not fair: an actor that is never idle might take its own again many times before anybody else can.
+    Whoever waits for it holds the gate, which everybody passes first.
     """
     with self._gate:
       self._lock.acquire()

@@ -120,6 +120,7 @@ class Experiment:
       raise ValueError(f"temperature must be above 0, got temperature={self.temperature}; training needs samples.")
     if self.mode == "async" and self.generation_devices == 0 and self.max_lag == 0:
       raise ValueError("max_lag=0 on shared devices leaves nothing to overlap; use mode='sync', or raise max_lag.")
+    self.batch_shape(), self.sampler_config()  # check the sizes before a folder is made
 
   # The parts.
 

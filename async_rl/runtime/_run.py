@@ -228,7 +228,7 @@ class _Run:
       if self.version == e.steps:
         return
       match kind:
-        case "weights":
+        case "weights" if details[0] != self.actor.version:  # a run that was resumed takes its weights once more
           self.actor.set_weights(details[0], kept.pop(details[0]))
         case "resume":
           raise ValueError(f"{e.lag} is of a run that was resumed with samples in flight; it cannot be replayed.")

@@ -105,9 +105,20 @@ def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
   assert host["ledger"]["ended"]["trained"] == sum(r["tokens/trained"] for r in rows(summary))
   schedule = list(runtime.read_schedule(summary.folder.schedule))
   assert [e[1] for e in schedule if e[0] == "train"] == list(range(8))
-  replay = Tiny(run_dir=str(tmp_path / "replay"), lag=str(summary.folder.schedule), **options)
-  _, replayed, _ = run(replay)
+  lines = summary.folder.schedule.read_text().splitlines(keepends=True)
+  twice = tmp_path / "twice.jsonl"  # a run that was resumed with nothing in flight takes the same weights once more
+  twice.write_text("".join(line * 2 if "weights" in line else line for line in lines))
+  _, replayed, _ = run(Tiny(run_dir=str(tmp_path / "replay"), lag=str(twice), **options))
   assert_identical(state.params, replayed.params)
+  part = tmp_path / "part.jsonl"
+  part.write_text("".join(lines[: next(i for i, line in enumerate(lines) if "train" in line) + 1]))
+  stopped = Tiny(run_dir=str(tmp_path / "part"), lag=str(part), **options)
+  assert runtime.train(stopped).ended_early
+  with pytest.raises(ValueError, match="part of a replay, which cannot be resumed"):
+    runtime.train(stopped)
+  part.write_text('["resume"]\n')
+  with pytest.raises(ValueError, match="resumed with samples in flight"):
+    runtime.train(dataclasses.replace(stopped, overwrite=True))
 
 
 def test_async_resumes_with_everything_in_flight(tmp_path):
@@ -273,7 +284,6 @@ def test_memory_stays_flat_over_300_steps(tmp_path):
     (dict(rows=3, generation_devices=4), r"rows=3 .* make rows a multiple of 4"),
     (dict(slots=6, generation_devices=4), "slots must be a multiple"),
     (dict(generation_devices=8), "generation=8 of 8 devices"),
-    (dict(slots=1), "slots must be at least group_size"),
     (dict(row_tokens=17), "row_tokens=17"),
   ],
 )
@@ -289,6 +299,8 @@ def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, messag
     (dict(max_lag=-1), "max_lag=-1"),
     (dict(temperature=0), "temperature=0"),
     (dict(epochs=0), "epochs=0"),
+    (dict(slots=1), "slots must be at least group_size"),
+    (dict(row_tokens=16), "row_tokens=16"),
     (dict(keep=0), "keep=0"),
     (dict(mode="simulate"), "mode='simulate'"),
     (dict(lag="hevy"), "lag='hevy'"),
