@@ -9,11 +9,9 @@ from async_rl.runtime._checkpoint import CheckpointError as CheckpointError
 from async_rl.runtime._experiment import Experiment as Experiment
 from async_rl.runtime._ledger import Ledger as Ledger
 from async_rl.runtime._mesh import Meshes as Meshes
-from async_rl.runtime._mesh import check_rows as check_rows
 from async_rl.runtime._mesh import make_mesh as make_mesh
 from async_rl.runtime._mesh import make_meshes as make_meshes
 from async_rl.runtime._mesh import replicated as replicated
-from async_rl.runtime._mesh import row_sharding as row_sharding
 from async_rl.runtime._metrics import MetricsBuffer as MetricsBuffer
 from async_rl.runtime._metrics import MetricsWriter as MetricsWriter
 from async_rl.runtime._metrics import read_metrics as read_metrics

@@ -23,9 +23,6 @@ from jax.sharding import PartitionSpec
 #: Mesh axes, outermost first: copies of the parameters, parameters split and gathered, and split matrix products.
 AXES = ("data", "fsdp", "tensor")
 
-#: The rows of a batch are split over these.
-ROWS = PartitionSpec(("data", "fsdp"))
-
 D = TypeVar("D", bound=Any)  # a jax.Device
 
 
@@ -107,21 +104,6 @@ def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1, 
   return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
-  """Sharding of arrays whose leading dimension counts rows of a batch."""
-  return NamedSharding(mesh, ROWS)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
   """Sharding of arrays that every device has whole."""
   return NamedSharding(mesh, PartitionSpec())
-
-
-def check_rows(rows: int, mesh: Mesh, name: str = "rows") -> None:
-  """Raises ValueError unless `rows` can be split over the data and fsdp axes of the mesh."""
-  shards = mesh.shape["data"] * mesh.shape["fsdp"]
-  if rows < 1 or rows % shards:
-    raise ValueError(
-      f"{name}={rows} cannot be split over the mesh's data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} devices: "
-      f"make it a multiple of {shards}, or use other axis sizes"
-    )

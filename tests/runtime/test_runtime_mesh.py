@@ -5,13 +5,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec
 
-from async_rl.runtime._mesh import check_rows
 from async_rl.runtime._mesh import make_mesh
 from async_rl.runtime._mesh import make_meshes
-from async_rl.runtime._mesh import replicated
-from async_rl.runtime._mesh import row_sharding
 from async_rl.runtime._mesh import split_devices
 
 
@@ -75,13 +71,3 @@ def test_indivisible_axes_are_refused():
     make_meshes(2, fsdp=4)
   with pytest.raises(ValueError, match="fsdp=0"):
     make_mesh(jax.devices(), fsdp=0)
-
-
-def test_rows_are_split_over_data_and_fsdp():
-  mesh = make_mesh(jax.devices(), fsdp=2, tensor=2)
-  assert row_sharding(mesh).shard_shape((8, 5)) == (2, 5)
-  assert row_sharding(mesh).spec == PartitionSpec(("data", "fsdp"))
-  assert replicated(mesh).is_fully_replicated
-  check_rows(8, mesh)
-  with pytest.raises(ValueError, match="groups=6 cannot be split over the mesh's data=2 x fsdp=2 devices"):
-    check_rows(6, mesh, "groups")
