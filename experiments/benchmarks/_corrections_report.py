@@ -87,7 +87,7 @@ def plot(result: dict[str, Any], file: pathlib.Path) -> None:
   axes[0].set_ylim(len(names) - 0.4, -0.6)
   axes[1].set_xlim(-0.3, 1.3)
   axes[1].axvline(1.0, color="gray", linewidth=0.8)
-  axes[2].set_xscale("log")
+  axes[2].set_xscale("symlog", linthresh=1.0)
   axes[2].xaxis.set_major_formatter(ScalarFormatter())
   axes[2].xaxis.set_minor_formatter(NullFormatter())
   axes[2].set_xticks([3, 10, 30, 100])
