@@ -17,7 +17,6 @@ import numpy as np
 import tyro
 
 from async_rl import tasks
-from async_rl.runtime import Checkpointer
 from async_rl.runtime import CheckpointError
 from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
@@ -102,9 +101,7 @@ def evaluate(
   if temperature is None:
     temperature = 0.0 if samples == 1 else experiment.temperature
   parts = Parts(experiment)
-  checkpoints = Checkpointer(
-    run_dir / "checkpoints", keep=experiment.keep, fingerprint={"model": dataclasses.asdict(parts.policy.config)}
-  )
+  checkpoints = parts.make_checkpointer(run_dir / "checkpoints")
   params = checkpoints.restore_params(parts.learner.abstract().params, step)
   found = parts.task.prompts(split)
   rewards = score(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import tyro
 
@@ -30,6 +31,12 @@ def report(summary: Summary) -> str:
   return "\n".join(lines)
 
 
+def _is_ours(error: Exception) -> bool:
+  """Whether async_rl itself raised `error`, as a sentence for the user, and not what it called."""
+  *_, last = traceback.walk_tb(error.__traceback__)
+  return last[0].f_globals["__name__"].startswith("async_rl.")
+
+
 def main(arguments: list[str] | None = None) -> int:
   configs = {name: ((config.__doc__ or "").splitlines()[0], config()) for name, config in load_all().items()}
   experiment = None
@@ -47,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"error: {error}{where}; once that is mended, the same command goes on", file=sys.stderr)
     return 2
   except (ValueError, RunFolderError, CheckpointError, NotImplementedError) as error:
+    if not _is_ours(error):
+      raise
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

@@ -26,7 +26,6 @@ from async_rl.runtime._report import compare_runs as compare_runs
 from async_rl.runtime._report import write_report as write_report
 from async_rl.runtime._run import Interrupted as Interrupted
 from async_rl.runtime._run import Summary as Summary
-from async_rl.runtime._run import fingerprint as fingerprint
 from async_rl.runtime._run import train as train
 from async_rl.runtime._run_folder import RunFolder as RunFolder
 from async_rl.runtime._run_folder import RunFolderError as RunFolderError

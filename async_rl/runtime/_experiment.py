@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
+from typing import Any
 from typing import ClassVar
 from typing import Literal
 from typing import get_args
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
   from async_rl.runtime._parts import Parts
 
 Array = jax.Array
+
+#: Options that may change when a run is resumed: how long, on which devices, and what is written.
+_MAY_CHANGE = frozenset(
+  {
+    "run_dir",
+    "steps",
+    "eval_every",
+    "checkpoint_every",
+    "keep",
+    "wandb",
+    "overwrite",
+    "reward_workers",
+    "reward_timeout",
+  }
+  | {"generation_devices", "fsdp", "tensor", "rows", "row_tokens"}
+)
 Mode = Literal["async", "simulated", "sync"]
 
 
@@ -158,6 +175,11 @@ class Experiment:
     return None
 
   # What follows from the fields.
+
+  def fingerprint(self) -> dict[str, Any]:
+    """The options that make two runs the same."""
+    options = dataclasses.asdict(self)
+    return {"config": self.name, **{name: value for name, value in options.items() if name not in _MAY_CHANGE}}
 
   @property
   def lag_bound(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import pathlib
 from collections.abc import Sequence
 
 import grain
@@ -13,6 +15,7 @@ from async_rl import learning
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
+from async_rl.runtime._checkpoint import Checkpointer
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._mesh import make_mesh
 from async_rl.runtime._mesh import make_meshes
@@ -84,6 +87,11 @@ class Parts:
   def make_engine(self, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh) -> sampling.Engine:
     """A sampler of this run's policy and tokenizer."""
     return sampling.Engine(self.policy, config, self.tokenizer.stop_ids, self.tokenizer.pad_id, mesh)
+
+  def make_checkpointer(self, folder: pathlib.Path) -> Checkpointer:
+    """The checkpoints in `folder`, of this run's model."""
+    model = {"model": dataclasses.asdict(self.policy.config)}
+    return Checkpointer(folder, keep=self.experiment.keep, fingerprint=model)
 
   def make_store(self) -> WeightStore:
     """A weight store from the learner mesh to the generation mesh."""

@@ -18,7 +18,6 @@ from async_rl import tasks
 from async_rl.runtime._actor import Actor
 from async_rl.runtime._buffer import EndOfData
 from async_rl.runtime._buffer import RolloutBuffer
-from async_rl.runtime._checkpoint import Checkpointer
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._ledger import Ledger
 from async_rl.runtime._metrics import MetricsBuffer
@@ -37,10 +36,6 @@ from async_rl.runtime._schedule import read_schedule
 from async_rl.types import Group
 from async_rl.types import TrainState
 
-#: Options that may change when a run is resumed.
-_MAY_CHANGE = frozenset(
-  {"run_dir", "steps", "eval_every", "checkpoint_every", "keep", "wandb", "overwrite", "reward_workers"}
-)
 #: Seconds between two looks for a signal while the learner waits.
 _PATIENCE = 1.0
 
@@ -67,12 +62,6 @@ class Summary(NamedTuple):
   ended_early: bool
 
 
-def fingerprint(experiment: Experiment) -> dict[str, Any]:
-  """The options that make two runs the same."""
-  options = dataclasses.asdict(experiment)
-  return {"config": experiment.name, **{k: v for k, v in options.items() if k not in _MAY_CHANGE}}
-
-
 def train(experiment: Experiment) -> Summary:
   """Runs an experiment to its end, or resumes it where its folder's newest checkpoint stands.
 
@@ -82,7 +71,7 @@ def train(experiment: Experiment) -> Summary:
     Exception: whatever a thread failed with.
   """
   text = json.dumps({"config": experiment.name, **dataclasses.asdict(experiment)}, indent=2) + "\n"
-  folder = RunFolder.open(experiment.run_dir, text, fingerprint(experiment), overwrite=experiment.overwrite)
+  folder = RunFolder.open(experiment.run_dir, text, experiment.fingerprint(), overwrite=experiment.overwrite)
   with tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout) as rewards:
     return _Run(experiment, folder, rewards).train()
 
@@ -93,8 +82,7 @@ class _Run:
   def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool):
     self.experiment, self.folder, self.rewards = experiment, folder, rewards
     self.parts = Parts(experiment)
-    model = {"model": dataclasses.asdict(self.parts.policy.config)}
-    self.checkpoints = Checkpointer(folder.checkpoints, keep=experiment.keep, fingerprint=model)
+    self.checkpoints = self.parts.make_checkpointer(folder.checkpoints)
     self.ledger = Ledger()
     self.buffer = RolloutBuffer(
       experiment.groups, experiment.lag_bound, steps=experiment.steps, limit=self.parts.num_tickets

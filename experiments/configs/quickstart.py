@@ -39,7 +39,7 @@ class Config(Experiment):
   eval_prompts: int = 256
   checkpoint_every: int = 100
 
-  #: Numbers to add.
+  #: Numbers to add, at least 3.
   numbers: int = 3
   #: Accuracy of samples at which the supervised warm start stops.
   warm_accuracy: float = 0.2

@@ -109,3 +109,18 @@ def test_missing_data_is_one_sentence(tmp_path, capsys):
   options[options.index("--gsm8k-folder") + 1] = str(tmp_path / "nowhere")
   assert train.main(options) == 2
   assert "nowhere" in capsys.readouterr().err
+
+
+def test_an_error_in_a_users_loss_keeps_its_traceback(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+
+  def loss(self, x):
+    raise ValueError("of the user")
+
+  monkeypatch.setattr(importlib.import_module("experiments.configs.quickstart").Config, "loss", loss)
+  monkeypatch.setattr(
+    importlib.import_module("experiments.configs.quickstart").Config, "start", lambda self, parts: None
+  )
+  smoke = [*arguments("quickstart", "run"), "--rows", "8", "--generation-devices", "4", "--eval-prompts", "0"]
+  with pytest.raises(ValueError, match="of the user"):
+    train.main(smoke)

@@ -19,15 +19,11 @@ from async_rl.runtime import _run
 
 def params_of(summary, experiment):
   """The final parameters, read back from the checkpoint."""
-  abstract = runtime.Parts(experiment).learner.abstract()
-  store = runtime.Checkpointer(summary.folder.checkpoints, keep=1, fingerprint=_model(experiment))
-  state, host = store.restore(abstract)
+  parts = runtime.Parts(experiment)
+  store = parts.make_checkpointer(summary.folder.checkpoints)
+  state, host = store.restore(parts.learner.abstract())
   store.close()
   return jax.device_get(state), host
-
-
-def _model(experiment):
-  return {"model": dataclasses.asdict(runtime.Parts(experiment).policy.config)}
 
 
 def run(experiment):
@@ -343,3 +339,13 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
   summary = runtime.train(dataclasses.replace(experiment, steps=8))
   assert [r["step"] for r in rows(summary)] == list(range(1, 9))
+
+
+def test_a_run_resumes_on_other_devices(tmp_path):
+  """Half of the devices learn, then all of them, with split parameters: the same updates but for rounding."""
+  make = lambda name, **options: Tiny(run_dir=str(tmp_path / name), max_lag=0, learning_rate=1e-3, **options)
+  _, whole, _ = run(make("whole", steps=4))
+  runtime.train(make("moved", steps=2))
+  summary, moved, _ = run(make("moved", steps=4, generation_devices=0, fsdp=2))
+  assert summary.version == 4
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.params, moved.params)
