@@ -22,11 +22,11 @@ def report(summary: Summary) -> str:
     lines.append(f"Held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy:.3f} after.")
   folder = summary.folder
   lines += [
-    f"Plots        {folder.report}",
-    f"Metrics      {folder.metrics}  and  tensorboard --logdir {folder.tensorboard}",
-    f"Checkpoint   {folder.checkpoints}",
-    f"Next         more steps in the same folder with --steps {2 * summary.version}; another lag with --max-lag 16 "
-    f"--run-dir {folder.path}-lag16; no stabilizers with --ess-power 0 --align-low inf --align-high inf",
+    f"Plots       {folder.report}",
+    f"Metrics     {folder.metrics}, and: tensorboard --logdir {folder.tensorboard}",
+    f"Checkpoint  {folder.checkpoints}, and: python -m experiments.evaluate {folder.path} --samples 8",
+    f"Next        go on with --steps {2 * summary.version}, start afresh with --overwrite, "
+    f"or try another lag with --max-lag 16 --run-dir {folder.path}-lag16",
   ]
   return "\n".join(lines)
 
