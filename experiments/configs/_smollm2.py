@@ -21,7 +21,7 @@ class SmolLM2(Experiment):
   max_lag: int = 2
   groups: int = 32
   samples: int = 8
-  max_prompt_tokens: int = 256
+  max_prompt_tokens: int = 320
   max_completion_tokens: int = 320
   slots: int = 256
   decode_chunk: int = 16

@@ -1,6 +1,7 @@
 """reasoning-gym's countdown with SmolLM2-135M-Instruct, trained asynchronously.
 
 Command: python -m experiments.train countdown_smollm2
+Hardware and time: one GPU. Only tried on a CPU for a few steps, so there is no result to expect yet.
 """
 
 from __future__ import annotations

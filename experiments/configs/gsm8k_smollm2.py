@@ -1,6 +1,8 @@
 """GSM8K with SmolLM2-135M-Instruct, trained asynchronously.
 
-Command: python -m experiments.train gsm8k_smollm2 [--gsm8k-folder DIR] [--supervised-steps 250]
+Command: python -m experiments.train gsm8k_smollm2 --gsm8k-folder DIR --supervised-steps 150
+Hardware and time: one H100, 1 to 1.5 s a step of 256 samples after a minute of compilation; two CPU cores for a look.
+Result: the instruct model earns a reward of .01, .02 after 150 supervised steps, and .03 after 40 more steps of this.
 """
 
 from __future__ import annotations

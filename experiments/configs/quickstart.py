@@ -1,6 +1,8 @@
-"""Sums with a scratchpad: a transformer from scratch, warm-started, then trained asynchronously. Minutes on two cores.
+"""Sums with a scratchpad: a transformer from scratch, warm-started, then trained asynchronously.
 
 Command: bash experiments/quickstart.sh
+Hardware and time: two CPU cores, two to two and a half minutes.
+Result: held-out greedy accuracy .44 after the warm start, .61 after 400 steps (three seeds; README has the spread).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Config(Experiment):
   name = "quickstart"
 
   run_dir: str = "runs/quickstart"
-  steps: int = 200
+  steps: int = 400
   max_lag: int = 4
   groups: int = 16
   samples: int = 8
@@ -35,9 +37,9 @@ class Config(Experiment):
   decode_chunk: int = 8
   rows: int = 64
   reward_workers: int = 1
-  eval_every: int = 50
+  eval_every: int = 100
   eval_prompts: int = 256
-  checkpoint_every: int = 100
+  checkpoint_every: int = 200
 
   #: Numbers to add, at least 3.
   numbers: int = 3
