@@ -96,8 +96,7 @@ class Parts:
   def make_store(self) -> WeightStore:
     """A weight store from the learner mesh to the generation mesh."""
     prepare = functools.partial(sampling.prepare_weights, self.policy)
-    shardings = models.param_shardings(jax.eval_shape(prepare, self.policy.abstract()), self.meshes.generation)
-    return WeightStore(prepare, shardings, self.meshes.learner)
+    return WeightStore(prepare, self.engine.weight_shardings, self.meshes.learner)
 
   @property
   def num_tickets(self) -> int | None:

@@ -270,8 +270,9 @@ class _Run:
 
   def _log(self, metrics: dict[str, jax.Array], groups: list[Group]) -> None:
     """Queues this step's metrics and writes the previous step's, which are surely computed."""
-    host = self._host_metrics(groups)
-    self._write(self.pending.push(self.version, {**metrics, "ledger/drawn": sum(map(drawn_tokens, groups))}, host))
+    drawn = sum(map(drawn_tokens, groups))
+    host = self._host_metrics(groups, drawn)
+    self._write(self.pending.push(self.version, {**metrics, "ledger/drawn": drawn}, host))
 
   def _flush_metrics(self) -> None:
     self._write(self.pending.flush())
@@ -295,7 +296,7 @@ class _Run:
       "rested": self.actor.rested,
     }
 
-  def _host_metrics(self, groups: list[Group]) -> dict[str, Any]:
+  def _host_metrics(self, groups: list[Group], drawn: int) -> dict[str, Any]:
     """Times, rates and queues since the step before."""
     now = self._totals()
     change = {name: value - self.last[name] for name, value in now.items()}
@@ -309,7 +310,7 @@ class _Run:
       "idle/learner": min(1.0, self.idle / seconds),
       "idle/generator": min(1.0, change["rested"] / seconds),
       "throughput/generated": change["generated"] / seconds,
-      "throughput/trained": sum(map(drawn_tokens, groups)) / seconds,
+      "throughput/trained": drawn / seconds,
       "sampler/occupancy": change["generated"] / max(change["slot_steps"], 1.0),
       "queue/pending": counts["pending"],
       "queue/complete": counts["complete"],

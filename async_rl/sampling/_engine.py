@@ -111,6 +111,11 @@ class Engine:
 
   # Weights.
 
+  @property
+  def weight_shardings(self) -> Params:
+    """Where `set_weights` wants prepared weights, so that nothing has to move."""
+    return self._programs.param_shardings
+
   def set_weights(self, params: Params, version: int) -> None:
     """Changes the weights from the next token on; see `SamplerConfig.on_update` for the samples in flight.
 

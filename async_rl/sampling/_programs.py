@@ -64,7 +64,8 @@ class Programs:
     raw = policy.abstract()
     prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
     self.raw_params = _abstract(raw, param_shardings(raw, mesh))
-    self.params = _abstract(prepared, param_shardings(prepared, mesh))
+    self.param_shardings = param_shardings(prepared, mesh)
+    self.params = _abstract(prepared, self.param_shardings)
     self._compiled: dict[tuple[Any, ...], Any] = {}
 
   def __len__(self) -> int:
@@ -100,8 +101,7 @@ class Programs:
   def prepare(self) -> Callable[..., Any]:
     """`prepare_weights`: raw params -> params."""
     function = functools.partial(prepare_weights, self._policy)
-    shardings = jax.tree.map(lambda x: x.sharding, self.params)
-    return self._get(("prepare",), lambda: jax.jit(function, out_shardings=shardings).lower(self.raw_params))
+    return self._get(("prepare",), lambda: jax.jit(function, out_shardings=self.param_shardings).lower(self.raw_params))
 
   def prefill(self, prefix: int) -> Callable[..., Any]:
     """`_decode.prefill` of prefixes padded to this length: params, tokens -> keys and values."""

