@@ -1,7 +1,8 @@
 """Evaluates a run's newest checkpoint: `python -m experiments.evaluate RUN_DIR [--samples 8] [--temperature 1.0]`.
 
 Without options: greedy accuracy on the whole test split. With K samples per prompt also the mean over samples (avg@K)
-and pass@k, the chance that at least one of k samples is right, for k = 1, 2, 4, … up to K.
+and pass@k, the chance that at least one of k samples is right, for k = 1, 2, 4, … up to K. `--weights` evaluates other
+weights on the run's task: a Hugging Face folder, a GGUF file or a package that brings one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import tyro
 
+from async_rl import models
 from async_rl import tasks
 from async_rl.runtime import CheckpointError
 from async_rl.runtime import Experiment
@@ -86,6 +88,7 @@ def evaluate(
   prompts: int | None = None,
   split: str = "test",
   step: int | None = None,
+  weights: str | None = None,
 ) -> dict[str, float]:
   """Prints and returns the accuracy of a checkpoint.
 
@@ -96,13 +99,21 @@ def evaluate(
     prompts: how many prompts of the split, from its start; by default all.
     split: "test" or "train".
     step: which checkpoint; by default the newest.
+    weights: evaluate these instead: a Hugging Face folder, a GGUF file or a package that brings one.
   """
   experiment = load_experiment(run_dir)
   if temperature is None:
     temperature = 0.0 if samples == 1 else experiment.temperature
   parts = Parts(experiment)
-  checkpoints = parts.make_checkpointer(run_dir / "checkpoints")
-  params = checkpoints.restore_params(parts.learner.abstract().params, step)
+  if weights is None:
+    checkpoints = parts.make_checkpointer(run_dir / "checkpoints")
+    params = checkpoints.restore_params(parts.learner.abstract().params, step)
+    what = f"step {checkpoints.latest_step if step is None else step}"
+  else:
+    params = models.load_params(
+      models.open_checkpoint(models.find_weights(weights)), parts.learner.state_shardings.params
+    )
+    what = weights
   found = parts.task.prompts(split)
   rewards = score(
     parts, params, [found[i] for i in range(min(prompts or len(found), len(found)))], samples, temperature
@@ -111,8 +122,7 @@ def evaluate(
   correct = (rewards >= 1.0).sum(axis=1)
   for k in [2**i for i in range(samples.bit_length()) if samples > 1]:
     results[f"pass@{k}"] = mean_and_interval(pass_at_k(correct, samples, k))
-  step = checkpoints.latest_step if step is None else step
-  print(f"{experiment.name}, step {step}, {len(rewards)} {split} prompts, temperature {temperature:g}")
+  print(f"{experiment.name}, {what}, {len(rewards)} {split} prompts, temperature {temperature:g}")
   for name, (mean, half) in results.items():
     print(f"{name:8} {mean:.4f} ± {half:.4f}")
   return {name: mean for name, (mean, _) in results.items()}

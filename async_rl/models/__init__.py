@@ -17,6 +17,7 @@ from async_rl.models._hf import save_hf
 from async_rl.models._hf_config import read_hf_config
 from async_rl.models._hf_config import write_hf_config
 from async_rl.models._load import Checkpoint
+from async_rl.models._load import find_weights
 from async_rl.models._load import load_params
 from async_rl.models._load import open_checkpoint
 from async_rl.models._lora import LoRA

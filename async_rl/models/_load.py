@@ -15,6 +15,7 @@ import tqdm
 
 from async_rl.models._config import ModelConfig
 from async_rl.models._gguf import GGUFCheckpoint
+from async_rl.models._gguf import packaged_gguf
 from async_rl.models._hf import HFCheckpoint
 from async_rl.models._names import is_stacked
 from async_rl.models._names import is_transposed
@@ -41,6 +42,20 @@ class Checkpoint(Protocol):
 
   def read(self, name: str, index: Index) -> np.ndarray:
     """A piece of one tensor, reading no more of the file than it needs."""
+
+
+def find_weights(name: str | os.PathLike[str]) -> pathlib.Path:
+  """Path of weights given as a Hugging Face folder, a GGUF file, or a distribution that carries one (`packaged_gguf`).
+
+  Raises:
+    FileNotFoundError: if there is no such folder or file, or no such distribution.
+  """
+  path = pathlib.Path(name).expanduser()
+  if path.exists():
+    return path
+  if path.suffix or len(path.parts) != 1:
+    raise FileNotFoundError(f"There are no weights at {path}: no such file or folder.")
+  return packaged_gguf(str(name))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

