@@ -290,6 +290,18 @@ AHEAD = {
   "PPO + ahead, momentum .99": _method("ppo", ahead=1.0, b1=0.99),
 }
 
+#: A second round, from what the first one showed at high rates: TOPR, sequence-level clips, the lead of the momentum.
+SECOND = {
+  "TOPR + ahead": _method("topr", ahead=1.0),
+  "TOPR, momentum .97": _method("topr", b1=0.97),
+  "TOPR + ahead, momentum .97": _method("topr", ahead=1.0, b1=0.97),
+  "TOPR + ahead, momentum .99": _method("topr", ahead=1.0, b1=0.99),
+  "TOPR + ESS + ahead, momentum .97": _method("topr", ESS, ahead=1.0, b1=0.97),
+  "TOPR + GAC": _method("topr", GAC),
+  "wide GSPO + ahead, momentum .97": _method("gspo_wide", ahead=1.0, b1=0.97),
+  "sequence PPO + ahead, momentum .97": _method("sequence_ppo", ahead=1.0, b1=0.97),
+}
+
 #: Controls: a knob of the first method is measured and given to a run of the second, at the same lag, rate and seed.
 #: (method to be measured, curve, knob that its mean becomes or multiplies, method that it is given to)
 CONTROLS = {
@@ -301,4 +313,4 @@ CONTROLS = {
 #: Controls that need no measurement.
 RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
 
-METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | EXACT | RAMPED | {name: row[3] for name, row in CONTROLS.items()}
+METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | EXACT | RAMPED | {name: row[3] for name, row in CONTROLS.items()}

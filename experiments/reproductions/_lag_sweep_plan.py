@@ -23,6 +23,7 @@ GROUPS: dict[str, Collection[str]] = {
   "published": methods.PUBLISHED,
   "ahead": methods.AHEAD,
   "candidates": methods.CANDIDATES,
+  "second": methods.SECOND,
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,
   "controls": methods.CONTROLS,
@@ -110,7 +111,7 @@ class Item:
 
 
 def parse(text: str) -> Item:
-  """An item of a plan from TASK/GROUP[:LAG,...][@SEEDS], with the name of a method in place of a group if need be.
+  """An item of a plan from TASK/GROUP[:LAG,...][@SEEDS][%RATE,...]; the name of a method may stand for a group.
 
   >>> parse("ch4/PPO + GAC:10,32@3").lags
   (10, 32)
@@ -118,15 +119,17 @@ def parse(text: str) -> Item:
   Raises:
     ValueError: if it does not read like that.
   """
-  match = re.fullmatch(r"(\w+)/([^:@]+)(?::([\d,]+))?(?:@(\d+))?", text)
+  match = re.fullmatch(r"(\w+)/([^:@%]+)(?::([\d,]+))?(?:@(\d+))?(?:%([\d.,e-]+))?", text)
   if not match or match[1] not in problems.SETTINGS:
-    raise ValueError(f"a plan is TASK/GROUP[:LAG,...][@SEEDS] with a task of {list(problems.SETTINGS)}, got {text!r}")
+    form = "TASK/GROUP[:LAG,...][@SEEDS][%RATE,...]"
+    raise ValueError(f"a plan is {form} with a task of {list(problems.SETTINGS)}, got {text!r}")
   if match[2] not in GROUPS and match[2] not in methods.METHODS:
     raise ValueError(f"there is no group or method {match[2]!r}; groups: {list(GROUPS)}; {list(methods.METHODS)}")
   lags = tuple(map(int, (match[3] or "0").split(",")))
   if max(lags) > MAX_LAG:
     raise ValueError(f"lags must be at most {MAX_LAG}, got {text!r}")
-  return Item(match[1], tuple(GROUPS.get(match[2], [match[2]])), lags, int(match[4] or 5))
+  rates = tuple(map(float, match[5].split(","))) if match[5] else RATES
+  return Item(match[1], tuple(GROUPS.get(match[2], [match[2]])), lags, int(match[4] or 5), rates)
 
 
 def _knobs(run: Run, results: Results) -> methods.Knobs | None:

@@ -7,9 +7,9 @@
 Every run is a whole training in the `simulated` way, at a fixed lag: a small transformer, warm-started by supervision
 up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorised (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
-`cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS]; the groups are sync, published,
-ahead, candidates, controls (these need the runs that they are matched to), ramped and exact, or the name of one method.
-Each method is run at every learning rate of 1e-5 ... 2e-4.
+`cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS][%RATE,...]; the groups are sync,
+published, ahead, candidates, second, controls (these need the runs that they are matched to), ramped and exact, or the
+name of one method. Without rates each method is run at every learning rate of 1e-5 ... 2e-4.
 
 Runs already in the folder are not repeated, so a plan that ran out of its time can be given again. The results and
 what they say: lag_sweep.md.
@@ -134,7 +134,7 @@ SMOKE = ("ch3/sync@1", "ch3/PPO + GAC:2@1", "ch3/PPO + random skips:2@1", "ch3/V
 
 def main(arguments: list[str] | None = None) -> plans.Results:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("plan", nargs="*", help="TASK/GROUP[:LAG,...][@SEEDS] ...")
+  parser.add_argument("plan", nargs="*", help="TASK/GROUP[:LAG,...][@SEEDS][%%RATE,...] ...")
   parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/lag_sweep"))
   parser.add_argument("--data-dir", default="runs/data", help="of TFDS, where the folder lacks the tokenized problems")
   parser.add_argument("--budget-s", type=float, default=float("inf"), help="when to stop, in seconds from the start")
