@@ -89,6 +89,7 @@ def evaluate(
   split: str = "test",
   step: int | None = None,
   weights: str | None = None,
+  max_completion_tokens: int | None = None,
 ) -> dict[str, float]:
   """Prints and returns the accuracy of a checkpoint.
 
@@ -100,8 +101,11 @@ def evaluate(
     split: "test" or "train".
     step: which checkpoint; by default the newest.
     weights: evaluate these instead: a Hugging Face folder, a GGUF file or a package that brings one.
+    max_completion_tokens: longest completion; by default the run's.
   """
   experiment = load_experiment(run_dir)
+  if max_completion_tokens is not None:
+    experiment = dataclasses.replace(experiment, max_completion_tokens=max_completion_tokens)
   if temperature is None:
     temperature = 0.0 if samples == 1 else experiment.temperature
   parts = Parts(experiment)

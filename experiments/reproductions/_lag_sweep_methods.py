@@ -313,4 +313,5 @@ CONTROLS = {
 #: Controls that need no measurement.
 RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
 
-METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | EXACT | RAMPED | {name: row[3] for name, row in CONTROLS.items()}
+METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | EXACT | RAMPED
+METHODS |= {name: row[3] for name, row in CONTROLS.items()}
