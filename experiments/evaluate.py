@@ -22,6 +22,7 @@ from async_rl import tasks
 from async_rl.runtime import CheckpointError
 from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
+from async_rl.runtime import complete
 from async_rl.types import Prompt
 from experiments.configs import load_all
 
@@ -74,10 +75,10 @@ def score(parts: Parts, params: Any, prompts: list[Prompt], samples: int, temper
   )
   engine = parts.make_engine(config, parts.meshes.generation)
   engine.set_weights(params, 0)
-  completions = engine.generate([parts.encode(i, prompt) for i, prompt in enumerate(prompts)])
+  requests = [parts.encode(i, prompt) for i, prompt in enumerate(prompts)]
   with tasks.RewardPool(parts.task, e.reward_workers, e.reward_timeout) as pool:
-    futures = [pool.submit(prompts[c.ticket], parts.decode(c.tokens), c.finish) for c in completions]
-    return np.array([future.result().value for future in futures]).reshape(len(prompts), samples)
+    groups = complete(parts, engine, requests, samples, pool)
+  return np.array([[result.value for result in group.results] for group in groups])
 
 
 def evaluate(

@@ -6,6 +6,10 @@ from async_rl.runtime._buffer import EndOfData as EndOfData
 from async_rl.runtime._buffer import RolloutBuffer as RolloutBuffer
 from async_rl.runtime._checkpoint import Checkpointer as Checkpointer
 from async_rl.runtime._checkpoint import CheckpointError as CheckpointError
+from async_rl.runtime._conversations import Conversations as Conversations
+from async_rl.runtime._conversations import Scored as Scored
+from async_rl.runtime._evaluation import complete as complete
+from async_rl.runtime._evaluation import evaluate as evaluate
 from async_rl.runtime._experiment import Experiment as Experiment
 from async_rl.runtime._ledger import Ledger as Ledger
 from async_rl.runtime._mesh import Meshes as Meshes
@@ -17,7 +21,6 @@ from async_rl.runtime._metrics import MetricsWriter as MetricsWriter
 from async_rl.runtime._metrics import read_metrics as read_metrics
 from async_rl.runtime._metrics import staleness_histogram as staleness_histogram
 from async_rl.runtime._parts import Parts as Parts
-from async_rl.runtime._parts import evaluate as evaluate
 from async_rl.runtime._progress import Progress as Progress
 from async_rl.runtime._records import completions_from_arrays as completions_from_arrays
 from async_rl.runtime._records import completions_to_arrays as completions_to_arrays

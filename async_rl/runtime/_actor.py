@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -16,30 +15,22 @@ from async_rl import sampling
 from async_rl import tasks
 from async_rl.runtime._buffer import Closed
 from async_rl.runtime._buffer import RolloutBuffer
+from async_rl.runtime._conversations import Conversations
 from async_rl.runtime._ledger import Ledger
 from async_rl.runtime._parts import Parts
-from async_rl.runtime._records import completions_from_arrays
-from async_rl.runtime._records import completions_to_arrays
 from async_rl.runtime._records import drawn_tokens
 from async_rl.runtime._schedule import ScheduleRecorder
 from async_rl.runtime._weights import WeightStore
+from async_rl.types import NO_VERSION
 from async_rl.types import Completion
 from async_rl.types import Group
-from async_rl.types import Request
 
 #: Longest wait, in seconds, before an idle actor looks again whether the run goes on.
 _PATIENCE = 1.0
+#: The same while an answer or a reward is due, which may be long in coming.
+_GLANCE = 0.1
 #: A run whose rewards fail for this many steps' worth of groups in a row is given up.
 _FAILED_STEPS = 4
-
-
-@dataclasses.dataclass
-class _OpenGroup:
-  """A group that is not complete: samples that have finished, and their rewards to come."""
-
-  request: Request
-  completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
-  rewards: dict[int, concurrent.futures.Future] = dataclasses.field(default_factory=dict)
 
 
 class Actor:
@@ -48,7 +39,7 @@ class Actor:
   Args:
     parts: of the run; the actor owns `parts.engine`.
     buffer: takes finished groups.
-    rewards: scores completions.
+    rewards: scores completions, and answers for the tools of a task.
     ledger: is told of every token drawn.
     recorder: of the schedule.
   """
@@ -62,8 +53,8 @@ class Actor:
     recorder: ScheduleRecorder,
   ):
     self._parts, self._engine, self._buffer = parts, parts.engine, buffer
-    self._rewards, self._ledger, self._recorder = rewards, ledger, recorder
-    self._open: dict[int, _OpenGroup] = {}
+    self._ledger, self._recorder = ledger, recorder
+    self.conversations = Conversations(parts, parts.engine, rewards, parts.experiment.samples)
     self._failed_in_a_row = 0
     self._lock, self._gate = threading.Lock(), threading.Lock()
     #: Version of the weights that the actor gave the sampler, -1 before the first; others may have used it before.
@@ -77,6 +68,7 @@ class Actor:
       while True:
         with self.paused():
           self.set_weights(*store.latest())
+          self.take_up()
           while self._engine.has_room() and (ticket := self._buffer.try_submit(self.version)) is not None:
             self.submit(ticket)
           busy = self.advance()
@@ -90,10 +82,9 @@ class Actor:
       self._buffer.close(error)
 
   def _rest(self, store: WeightStore) -> None:
-    """Waits for something to do: a reward if any is due, else permission for the next group, else newer weights."""
-    due = [future for group in self._open.values() for future in group.rewards.values() if not future.done()]
-    if due:
-      concurrent.futures.wait(due, timeout=_PATIENCE, return_when=concurrent.futures.FIRST_COMPLETED)
+    """Waits for something to do: an answer or a reward if any is due, else permission for a group, else new weights."""
+    if due := self.conversations.due():
+      concurrent.futures.wait(due, timeout=_GLANCE, return_when=concurrent.futures.FIRST_COMPLETED)
     elif (ticket := self._buffer.wait_submit(self.version, timeout=_PATIENCE)) is not None:
       with self.paused():
         self.submit(ticket)
@@ -109,10 +100,13 @@ class Actor:
 
   def submit(self, ticket: int) -> None:
     """Hands the group with this ticket to the sampler."""
-    request = self._parts.request(ticket)
-    self._open[ticket] = _OpenGroup(request)
-    self._engine.submit(request)
+    self.conversations.submit(self._parts.request(ticket))
     self._recorder.record("submit", ticket)
+
+  def take_up(self, which: tuple[int, int] | None = None, wait: bool = False) -> None:
+    """Goes on with samples that the task has answered; see `Conversations.take_up`."""
+    for ticket, sample in self.conversations.take_up(which, wait):
+      self._recorder.record("answer", ticket, sample)
 
   def advance(self) -> bool:
     """Decodes one chunk and hands in what is complete; False if the sampler had nothing to do."""
@@ -129,39 +123,33 @@ class Actor:
 
   def drain(self) -> None:
     """Finishes all groups that were submitted."""
-    while self._open:
+    while self.conversations:
+      self.take_up(wait=True)  # not when it happens to come, so that a run can be repeated
       if not self.advance():
         self.settle()
 
   def settle(self) -> None:
-    """Waits for the rewards of all finished samples, and hands in what they complete."""
-    concurrent.futures.wait([f for group in self._open.values() for f in group.rewards.values()])
+    """Waits for the rewards of all samples that have ended, and hands in what they complete."""
+    self.conversations.settle()
     self._hand_in()
 
   def _judge(self, completion: Completion) -> None:
-    group = self._open[completion.ticket]
-    group.completions[completion.sample] = completion
-    text = self._parts.decode(completion.tokens)
-    group.rewards[completion.sample] = self._rewards.submit(group.request.prompt, text, completion.finish)
+    self.conversations.judge(completion)
 
   def _hand_in(self) -> None:
-    size = self._parts.experiment.samples
-    ready = [t for t, g in self._open.items() if len(g.rewards) == size and all(f.done() for f in g.rewards.values())]
-    for ticket in ready:
-      group = self._open.pop(ticket)
-      results = [group.rewards[k].result() for k in range(size)]
-      failures = sum(result.failed for result in results)
+    for group in self.conversations.finished():
+      failures = sum(result.failed for result in group.results)
       finished = Group(
         request=group.request,
-        completions=tuple(group.completions[k] for k in range(size)),
-        rewards=np.array([result.value for result in results], np.float32),
+        completions=group.completions,
+        rewards=np.array([result.value for result in group.results], np.float32),
         failures=failures,
       )
-      if failures < size:
+      if failures < len(group.results):
         self._failed_in_a_row = 0
         self._buffer.put(finished)
       else:
-        self._give_up(finished, results[-1].reason)
+        self._give_up(finished, group.results[-1].reason)
 
   def _give_up(self, group: Group, reason: str) -> None:
     """Replaces a group whose rewards are all stand-ins: nothing can be learned from it."""
@@ -189,22 +177,15 @@ class Actor:
       self._lock.release()
 
   def held_tokens(self) -> int:
-    """Tokens in unfinished samples and unfinished groups."""
-    finished = [c for group in self._open.values() for c in group.completions.values()]
-    return int(self._engine.snapshot().lengths.sum()) + sum(int(np.count_nonzero(c.mask)) for c in finished)
+    """Drawn tokens in unfinished samples and unfinished groups."""
+    unfinished = int(np.count_nonzero(self._engine.snapshot().versions != NO_VERSION))
+    return unfinished + sum(int(np.count_nonzero(c.mask)) for c in self.conversations.held())
 
   def state(self) -> dict[str, Any]:
     """Unfinished samples, and the finished ones of unfinished groups. Call it `paused`."""
-    finished = [c for _, group in sorted(self._open.items()) for _, c in sorted(group.completions.items())]
-    return {
-      "tickets": np.array(sorted(self._open), np.int64),
-      "finished": completions_to_arrays(finished),
-      "unfinished": self._engine.snapshot()._asdict(),
-    }
+    return {**self.conversations.state(), "unfinished": self._engine.snapshot()._asdict()}
 
   def restore(self, state: dict[str, Any]) -> None:
     """Takes up the work of a checkpoint; finished samples are scored again."""
-    self._open = {int(ticket): _OpenGroup(self._parts.request(int(ticket))) for ticket in state["tickets"]}
     self._engine.restore(sampling.Snapshot(**state["unfinished"]))
-    for completion in completions_from_arrays(state["finished"]):
-      self._judge(completion)
+    self.conversations.restore(state)

@@ -74,8 +74,10 @@ class Experiment:
   samples: int = 8
   #: Longest prompt, in tokens. Longer ones are an error.
   max_prompt_tokens: int = 512
-  #: Longest completion, in tokens.
+  #: Longest completion, in tokens; with a tool, all turns and answers together.
   max_completion_tokens: int = 512
+  #: Most turns of the model in a completion, for tasks whose tool it may call.
+  max_turns: int = 8
   #: Temperature of the softmax, in sampling and in scoring.
   temperature: float = 1.0
   #: Sequences that are decoded at a time.
@@ -99,9 +101,9 @@ class Experiment:
   #: Score each batch before training on it, for losses with an anchor and advantages that need the current policy.
   score_first: bool = False
 
-  #: Processes that compute rewards; 0: in the run's own process, without a time limit.
+  #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
   reward_workers: int = 2
-  #: Seconds that one reward may take.
+  #: Seconds that one of them may take.
   reward_timeout: float = 10.0
 
   #: Optimizer steps between evaluations on held-out prompts; 0: only before and after.
@@ -121,7 +123,7 @@ class Experiment:
     if self.mode not in get_args(Mode):
       raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got mode={self.mode!r}.")
     sizes = ("steps", "groups", "samples", "max_prompt_tokens", "max_completion_tokens", "decode_chunk", "rows", "keep")
-    for field in sizes:
+    for field in (*sizes, "max_turns"):
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {field}={getattr(self, field)}.")
     for field in ("max_lag", "eval_every", "eval_prompts", "checkpoint_every", "reward_workers"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
 
 import grain
 import jax
@@ -14,7 +13,6 @@ import numpy as np
 from async_rl import learning
 from async_rl import models
 from async_rl import sampling
-from async_rl import tasks
 from async_rl.runtime._checkpoint import Checkpointer
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._mesh import make_mesh
@@ -34,6 +32,7 @@ class Parts:
     experiment: where they come from.
     meshes: generation and learner mesh.
     task: the task.
+    multi_turn: whether it is a `tasks.ToolTask`.
     tokenizer: the tokenizer.
     policy: the architecture, its vocabulary cut to the tokenizer's.
     prompts: training prompts, by id.
@@ -51,10 +50,13 @@ class Parts:
       0 if in_turn else experiment.generation_devices, fsdp=experiment.fsdp, tensor=experiment.tensor
     )
     self.task, self.tokenizer = experiment.task(), experiment.tokenizer()
+    self.multi_turn = hasattr(self.task, "respond")
     self.policy = models.limit_vocabulary(experiment.policy(), self.tokenizer.vocab_size)
     self.prompts = self.task.prompts("train")
     if not len(self.prompts):
       raise ValueError(f"Task {self.task.name!r} has no training prompts; check its data folder and split.")
+    if self.multi_turn:
+      self.encode_turn(self.prompts[0], "?")  # a chat template that has no place for it says so before the run
     self.held_out = self._held_out()
     shuffled = grain.MapDataset.range(len(self.prompts)).seed(experiment.seed).shuffle()
     self._order = shuffled.repeat(experiment.epochs) if experiment.epochs else shuffled.repeat()
@@ -118,28 +120,10 @@ class Parts:
       )
     return Request(ticket, tokens, prompt)
 
+  def encode_turn(self, prompt: Prompt, text: str) -> list[int]:
+    """A task's answer as the tokens that follow a turn of the model."""
+    return self.tokenizer.encode(text) if isinstance(prompt.text, str) else self.tokenizer.encode_turn(text)
+
   def decode(self, tokens: np.ndarray) -> str:
-    """Text of a completion, without its stop token."""
+    """Text of a turn, without its stop token."""
     return self.tokenizer.decode(tokens.tolist())
-
-
-def evaluate(
-  parts: Parts,
-  engine: sampling.Engine,
-  prompts: Sequence[Prompt],
-  rewards: tasks.RewardPool,
-) -> dict[str, float]:
-  """Completes `prompts` with an idle engine under its current weights and scores the completions.
-
-  Returns:
-    `accuracy` (mean reward), `length` (mean completion tokens) and `truncated` (share that hit the length limit).
-  """
-  requests = [parts.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
-  completions = engine.generate(requests)
-  prompt_of = {request.ticket: request.prompt for request in requests}
-  futures = [rewards.submit(prompt_of[c.ticket], parts.decode(c.tokens), c.finish) for c in completions]
-  return {
-    "accuracy": float(np.mean([f.result().value for f in futures])),
-    "length": float(np.mean([len(c.tokens) for c in completions])),
-    "truncated": float(np.mean([c.finish == "length" for c in completions])),
-  }

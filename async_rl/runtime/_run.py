@@ -18,13 +18,13 @@ from async_rl import tasks
 from async_rl.runtime._actor import Actor
 from async_rl.runtime._buffer import EndOfData
 from async_rl.runtime._buffer import RolloutBuffer
+from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._ledger import Ledger
 from async_rl.runtime._metrics import MetricsBuffer
 from async_rl.runtime._metrics import MetricsWriter
 from async_rl.runtime._metrics import staleness_histogram
 from async_rl.runtime._parts import Parts
-from async_rl.runtime._parts import evaluate
 from async_rl.runtime._progress import Progress
 from async_rl.runtime._records import drawn_tokens
 from async_rl.runtime._report import write_report
@@ -100,7 +100,7 @@ class _Run:
   def train(self) -> Summary:
     with contextlib.ExitStack() as stack:
       self._open(stack)
-      self.parts.engine.warmup()
+      self.parts.engine.warmup(resumes=self.parts.multi_turn)
       self._catch_signals(stack)
       if not self.version:
         self._evaluate()
@@ -225,6 +225,8 @@ class _Run:
             raise ValueError(
               f"{e.lag} submits group {details[0]} out of turn; it is not a schedule of this experiment."
             )
+        case "answer":
+          self.actor.take_up(which=(details[0], details[1]))
         case "chunk":
           self.actor.advance()
         case "train":
@@ -316,6 +318,7 @@ class _Run:
       "queue/complete": counts["complete"],
       "reward/failures": sum(self.rewards.failures.values()),
       "groups/failed": counts["failed"],
+      **self.actor.conversations.metrics(groups),
     }
 
   def _evaluate(self) -> None:

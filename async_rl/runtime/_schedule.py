@@ -4,6 +4,7 @@ A schedule is a list of events, recorded where they take effect::
 
     ("weights", v)             the sampler took weights of version v
     ("submit", ticket)         the sampler was given a group
+    ("answer", ticket, sample) the task answered a sample, which went on or ended
     ("chunk",)                 the sampler decoded a chunk of tokens
     ("train", v, [tickets])    the learner trained these groups at version v
     ("resume",)                a checkpoint was resumed; what was in flight was computed anew

@@ -15,9 +15,9 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import tasks
+from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
-from async_rl.runtime._parts import evaluate
 from async_rl.types import STOP
 from async_rl.types import Completion
 from async_rl.types import Group
@@ -101,7 +101,7 @@ def _probe(parts: Parts, params: models.Params, rewards: tasks.RewardPool) -> fl
   """Mean reward of samples at the run's temperature."""
   prompts = parts.held_out[:_PROBE] or [parts.prompts[i] for i in range(min(_PROBE, len(parts.prompts)))]
   parts.engine.set_weights(params, 0)
-  return evaluate(parts, parts.engine, prompts, rewards)["accuracy"]
+  return evaluate(parts, parts.engine, prompts, rewards, parts.experiment.samples)["accuracy"]
 
 
 def _solutions(parts: Parts, rng: np.random.Generator):

@@ -24,6 +24,7 @@ from async_rl.sampling._config import SamplerConfig
 from async_rl.sampling._programs import Programs
 from async_rl.sampling._records import Sample
 from async_rl.types import LENGTH
+from async_rl.types import NO_VERSION
 from async_rl.types import STOP
 from async_rl.types import Completion
 from async_rl.types import Request
@@ -167,6 +168,39 @@ class Engine:
     fresh = lambda k: Sample.empty(request.ticket, k, tokens, self._config.max_new_tokens)
     self._waiting.append(tuple(fresh(k) for k in range(self._config.group_size)))
 
+  def resume(self, request: Request, completion: Completion, tokens: Sequence[int]) -> None:
+    """Takes a finished sample up again, with `tokens` at its end that no policy drew: the turn of a tool.
+
+    It goes on as one sample: positions, the limit of its length and its random numbers count these tokens. It starts
+    before the requests that wait, its cache computed anew under the weights of that moment.
+
+    Args:
+      request: the sample's.
+      completion: as `step` returned it.
+      tokens: the context to add; one more token must fit behind it, see `room`.
+
+    Raises:
+      ValueError: if they do not fit or are not of this vocabulary.
+    """
+    name = f"Sample {completion.sample} of request {request.ticket}"
+    if len(tokens) >= self.room(completion):
+      raise ValueError(
+        f"{name} has {len(completion.tokens)} tokens, and {len(tokens)} more leave nothing to draw of "
+        f"max_new_tokens={self._config.max_new_tokens}: end it, or raise max_new_tokens."
+      )
+    if not all(0 <= token < self._vocab for token in tokens):
+      raise ValueError(f"{name} was given a token outside 0..{self._vocab - 1}; is this the model's tokenizer?")
+    sample = Sample.empty(
+      request.ticket, completion.sample, np.asarray(request.tokens, np.int32), self._config.max_new_tokens
+    )
+    sample.extend(completion.tokens, completion.logprobs, completion.versions)
+    sample.extend(np.asarray(tokens, np.int32), np.float32(0), np.int32(NO_VERSION))
+    self._waiting.appendleft((sample,))
+
+  def room(self, completion: Completion) -> int:
+    """Tokens by which `completion` may still grow."""
+    return self._config.max_new_tokens - len(completion.tokens)
+
   @property
   def free(self) -> int:
     """Slots that neither a live nor a waiting sample will take."""
@@ -247,10 +281,14 @@ class Engine:
 
   # Programs.
 
-  def warmup(self) -> None:
-    """Compiles everything that later calls use. Only what `restore` alone needs is left to its first use."""
+  def warmup(self, resumes: bool = False) -> None:
+    """Compiles everything that later calls use. Only what `restore` alone needs is left to its first use.
+
+    Args:
+      resumes: whether `resume` will be called.
+    """
     c = self._config
-    self._programs.compile_all(c.prefix_lengths if c.on_update == "recompute" else c.prompt_lengths)
+    self._programs.compile_all(c.prefix_lengths if resumes or c.on_update == "recompute" else c.prompt_lengths)
 
   @property
   def compilations(self) -> int:

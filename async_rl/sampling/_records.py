@@ -50,7 +50,8 @@ class Sample:
     """Prompt and completion so far."""
     return np.concatenate([self.prompt, self.tokens[: self.length]])
 
-  def extend(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+  def extend(self, tokens: np.ndarray, logprobs: np.ndarray | np.float32, versions: np.ndarray | np.int32) -> None:
+    """Adds tokens at the end; scalars are for all of them."""
     new = slice(self.length, self.length + len(tokens))
     self.tokens[new], self.logprobs[new], self.versions[new] = tokens, logprobs, versions
     self.length = new.stop

@@ -11,6 +11,7 @@ from async_rl.tasks._registry import TASKS
 from async_rl.tasks._registry import make
 from async_rl.tasks._rewards import RewardPool
 from async_rl.tasks._rewards import RewardResult
+from async_rl.tasks._rewards import ToolResult
 from async_rl.tasks._statistics import Difficulty
 from async_rl.tasks._statistics import quantiles
 from async_rl.tasks._statistics import usable

@@ -1,4 +1,4 @@
-"""Rewards in worker processes that can be killed."""
+"""Rewards and the answers of tools, in worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 from typing import NamedTuple
 
 from async_rl.tasks._task import Task
+from async_rl.tasks._task import ToolTask
 from async_rl.types import Prompt
 
 #: Seconds that a worker may take to start, import the task's module and warm up.
 START_LIMIT_S = 300.0
+#: Characters of the longest answer of a tool; nobody wants to tokenize more.
+MAX_ANSWER_CHARS = 1 << 16
 
 
 class RewardResult(NamedTuple):
@@ -36,19 +41,68 @@ class RewardResult(NamedTuple):
   reason: str = ""
 
 
+class ToolResult(NamedTuple):
+  """The outcome of one tool call.
+
+  Attributes:
+    text: the task's turn; None if the model's was the last one, or where `failed`.
+    failed: whether `respond` failed. An error that the tool reports in its text is no failure.
+    reason: as in `RewardResult`; also `too-long`.
+  """
+
+  text: str | None
+  failed: bool = False
+  reason: str = ""
+
+
 def judge(task: Task, prompt: Prompt, text: str, finish: str) -> RewardResult:
   """Calls `task.reward` in this process; whatever it raises or returns, the result is a finite number."""
   try:
     value = float(task.reward(prompt, text, finish))
   except (Exception, SystemExit) as error:
-    return RewardResult(0.0, True, f"raised {type(error).__name__}: {error}"[:500])
+    return RewardResult(0.0, True, _raised(error))
   if not math.isfinite(value):
     return RewardResult(0.0, True, f"non-finite reward {value}")
   return RewardResult(value)
 
 
+def answer(task: ToolTask, prompt: Prompt, turns: Sequence[str]) -> ToolResult:
+  """Calls `task.respond` in this process; whatever it raises or returns, the result is a text of bounded length."""
+  try:
+    text = task.respond(prompt, turns)
+    if isinstance(text, str):
+      text.encode()  # what is no Unicode cannot be tokenized
+  except (Exception, SystemExit) as error:
+    return ToolResult(None, True, _raised(error))
+  if not isinstance(text, str | None):
+    return ToolResult(None, True, f"raised TypeError: respond returned {type(text).__name__}, not a text")
+  if text is not None and len(text) > MAX_ANSWER_CHARS:
+    return ToolResult(None, True, f"too-long answer of {len(text)} characters, more than {MAX_ANSWER_CHARS}")
+  return ToolResult(text)
+
+
+def _raised(error: BaseException) -> str:
+  return f"raised {type(error).__name__}: {error}"[:500]
+
+
+#: What a worker does, by name: the function that does it, and what the outcome is if it could not be had.
+CALLS: dict[str, tuple[Any, Any]] = {
+  "reward": (judge, RewardResult(0.0, failed=True)),
+  "respond": (answer, ToolResult(None, failed=True)),
+}
+#: One call: its name, and the arguments after the task.
+_Job = tuple[str, tuple[Any, ...]]
+_CLOSED = "closed before the result was known"
+
+
+def _failed(job: _Job, reason: str) -> Any:
+  return CALLS[job[0]][1]._replace(reason=reason)
+
+
 class RewardPool:
   """Scores completions in worker processes, each of which is killed and replaced when it exceeds the time limit.
+
+  The same workers answer for the tools of a `ToolTask`, with the same safety.
 
   The pool is bounded: `submit` blocks while `capacity` completions wait. A verifier that hangs, crashes its process
   (also by `os._exit` or by running out of memory), raises, or returns NaN costs one sample, which is scored
@@ -95,12 +149,12 @@ class RewardPool:
       raise ValueError(f"{type(task).__name__} is defined in __main__: move it to a module, or use workers=0")
     self._task = task
     self._timeout_s = timeout_s
-    self._failure_value = failure_value
+    self.failure_value = failure_value
     self._capacity = capacity
     self._boot = (memory_bytes, pickle.dumps(task))
     self._lock = threading.Condition()
-    self._waiting: collections.deque[tuple[Future[RewardResult], tuple[Prompt, str, str]]] = collections.deque()
-    self._failures: collections.Counter[str] = collections.Counter()
+    self._waiting: collections.deque[tuple[Future[Any], _Job]] = collections.deque()
+    self._failures: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in CALLS}
     self._closed = False
     self._broken: Exception | None = None
     self._workers = [_Worker(self._boot) for _ in range(workers)]
@@ -112,7 +166,13 @@ class RewardPool:
   def failures(self) -> dict[str, int]:
     """How many judgements failed so far, by the first word of the reason."""
     with self._lock:
-      return dict(self._failures)
+      return dict(self._failures["reward"])
+
+  @property
+  def tool_failures(self) -> dict[str, int]:
+    """How many calls of tools failed so far, likewise."""
+    with self._lock:
+      return dict(self._failures["respond"])
 
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
     """Queues one completion; blocks while the pool is full.
@@ -120,15 +180,22 @@ class RewardPool:
     Raises:
       RuntimeError: if the pool is closed, or its workers cannot load the task.
     """
-    future: Future[RewardResult] = Future()
+    return self._submit(("reward", (prompt, text, finish)))
+
+  def respond(self, prompt: Prompt, turns: Sequence[str]) -> Future[ToolResult]:
+    """Queues a call of the task's `respond`, before all rewards since generation waits for it; else like `submit`."""
+    return self._submit(("respond", (prompt, tuple(turns))), first=True)
+
+  def _submit(self, job: _Job, first: bool = False) -> Future[Any]:
+    future: Future[Any] = Future()
     if not self._threads:
       self._check_open()
-      future.set_result(self._counted(judge(self._task, prompt, text, finish)))
+      future.set_result(self._counted(job, CALLS[job[0]][0](self._task, *job[1])))
       return future
     with self._lock:
       self._lock.wait_for(lambda: self._closed or self._broken or len(self._waiting) < self._capacity)
       self._check_open()
-      self._waiting.append((future, (prompt, text, finish)))
+      (self._waiting.appendleft if first else self._waiting.append)((future, job))
       self._lock.notify_all()
     return future
 
@@ -159,12 +226,12 @@ class RewardPool:
     while self._waiting:
       self._waiting.popleft()[0].cancel()
 
-  def _counted(self, result: RewardResult) -> RewardResult:
+  def _counted(self, job: _Job, result: Any) -> Any:
     if not result.failed:
       return result
     with self._lock:
-      self._failures[result.reason.split()[0]] += 1
-    return result._replace(value=self._failure_value)
+      self._failures[job[0]][result.reason.split()[0]] += 1
+    return result._replace(value=self.failure_value) if job[0] == "reward" else result
 
   def _serve(self, index: int) -> None:
     """The thread of one worker: hands it one job at a time until the pool closes."""
@@ -178,20 +245,20 @@ class RewardPool:
       if not future.set_running_or_notify_cancel():
         continue
       try:
-        future.set_result(self._counted(self._score(index, job)))
+        future.set_result(self._counted(job, self._call(index, job)))
       except Exception as error:
         future.set_exception(error)
     self._workers[index].kill()
 
-  def _score(self, index: int, job: tuple[Prompt, str, str]) -> RewardResult:
-    """One judgement by worker `index`, which is replaced if that costs its life."""
+  def _call(self, index: int, job: _Job) -> Any:
+    """One call by worker `index`, which is replaced if that costs its life."""
     worker = self._workers[index]
     if not worker.idle():
       worker = self._replace(index)
     try:
       worker.wait_ready()
     except RuntimeError as error:
-      return self._give_up(error)
+      return self._give_up(error, job)
     try:
       worker.connection.send(job)
       if worker.connection.poll(self._timeout_s):
@@ -200,9 +267,9 @@ class RewardPool:
     except (EOFError, ConnectionError):
       reason = f"died with exit status {worker.kill()}"
     if self._closed:
-      return RewardResult(0.0, True, "closed before the reward was known")
+      return _failed(job, _CLOSED)
     self._replace(index)
-    return RewardResult(0.0, True, reason)
+    return _failed(job, reason)
 
   def _replace(self, index: int) -> _Worker:
     self._workers[index].kill()
@@ -211,11 +278,11 @@ class RewardPool:
         self._workers[index] = _Worker(self._boot)
     return self._workers[index]
 
-  def _give_up(self, error: RuntimeError) -> RewardResult:
+  def _give_up(self, error: RuntimeError, job: _Job) -> Any:
     """A worker that cannot start is no fault of a sample: the pool is broken, and everyone who waits is told."""
     with self._lock:
       if self._closed:
-        return RewardResult(0.0, True, "closed before the reward was known")
+        return _failed(job, _CLOSED)
       self._broken = error
       for future, _ in self._waiting:
         if future.set_running_or_notify_cancel():

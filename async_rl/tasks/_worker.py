@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 
 
 def main(fd: int, parent: int) -> None:
-  """Scores what arrives on the socket `fd` until it is closed.
+  """Does what arrives on the socket `fd` until it is closed.
 
   The first message is the pickled (memory limit in bytes, task), answered by None or by what went wrong; each further
-  one is (prompt, text, finish), answered by a `RewardResult`.
+  one is the name of a call and its arguments, answered by a `RewardResult` or a `ToolResult`.
   """
   threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
   connection = Connection(fd)
@@ -28,17 +28,17 @@ def main(fd: int, parent: int) -> None:
     _limit_memory(memory_bytes)
     task = pickle.loads(payload)
     getattr(task, "warm_up", lambda: None)()
-    from async_rl.tasks._rewards import judge
+    from async_rl.tasks._rewards import CALLS
   except Exception as error:
     connection.send(f"{type(error).__name__}: {error}")
     return
   connection.send(None)
   while True:
     try:
-      job = connection.recv()
+      name, arguments = connection.recv()
     except (EOFError, OSError):
       return
-    connection.send(judge(task, *job))
+    connection.send(CALLS[name][0](task, *arguments))
 
 
 def _die_with(parent: int) -> None:

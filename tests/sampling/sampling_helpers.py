@@ -57,6 +57,26 @@ def requests_of(tickets, seed=0, longest=20):
 
 
 @functools.cache
+def weights(version):
+  """Weights that differ visibly from one version to the next."""
+  _, params = make()
+  rng = np.random.default_rng(version)
+  return jax.tree.map(lambda x: x + 0.02 * np.std(x) * rng.standard_normal(x.shape, np.float32), params)
+
+
+@functools.cache
+def one_step():
+  """One cached decode step of one sequence: its log-probabilities and the cache."""
+  policy, _ = make()
+
+  def step(params, token, position, cache):
+    hidden, cache = policy.decode(params, token[None], position[None], cache)
+    return jax.nn.log_softmax(policy.logits(params, hidden)[0] / CONFIG.temperature), cache
+
+  return jax.jit(step)
+
+
+@functools.cache
 def scorer(dtype, temperature):
   policy, _ = make(dtype)
   return jax.jit(lambda p, *x: models.score(policy, p, *x, temperature=temperature, chunk=16).logprobs)

@@ -10,19 +10,13 @@ from sampling_helpers import CONFIG
 from sampling_helpers import STOPS
 from sampling_helpers import engine_of
 from sampling_helpers import make
+from sampling_helpers import one_step
 from sampling_helpers import requests_of
 from sampling_helpers import rescore
 from sampling_helpers import same
+from sampling_helpers import weights
 
 from async_rl import sampling
-
-
-@functools.cache
-def weights(version):
-  """Weights that differ visibly from one version to the next."""
-  _, params = make()
-  rng = np.random.default_rng(version)
-  return jax.tree.map(lambda x: x + 0.02 * np.std(x) * rng.standard_normal(x.shape, np.float32), params)
 
 
 def run_with_updates(engine, requests, every=2):
@@ -37,17 +31,6 @@ def run_with_updates(engine, requests, every=2):
       return sorted(completions, key=lambda c: (c.ticket, c.sample))
     if chunk % every == 0:
       engine.set_weights(weights(chunk // every), chunk // every)
-
-
-@functools.cache
-def one_step():
-  policy, _ = make()
-
-  def step(params, token, position, cache):
-    hidden, cache = policy.decode(params, token[None], position[None], cache)
-    return jax.nn.log_softmax(policy.logits(params, hidden)[0] / CONFIG.temperature), cache
-
-  return jax.jit(step)
 
 
 def with_kept_cache(completion, prompt):

@@ -1,4 +1,4 @@
-"""A task whose reward does what the prompt's answer says. Its own module, so that reward workers can import it."""
+"""A task whose reward and whose tool do what the prompt's answer says, in a module that workers can import."""
 
 import dataclasses
 import os
@@ -51,3 +51,17 @@ class Misbehaving:
         return float(len(str(9 ** (9**9))))
       case "orphan":  # a child of the worker must not outlive it
         os.spawnlp(os.P_WAIT, "sleep", "sleep", "98765.4321")
+
+  def respond(self, prompt, turns):
+    match prompt.answer:
+      case "echo":
+        return " ".join(turns)
+      case "last":
+        return None
+      case "long":
+        return "x" * (1 << 17)
+      case "number":
+        return 5
+      case "surrogate":
+        return "\ud800"
+    return self.reward(prompt, turns[-1], "stop")

@@ -167,3 +167,43 @@ def test_in_process():
 def test_bad_options(options):
   with pytest.raises(ValueError, match="must be"):
     tasks.RewardPool(misbehaving.Misbehaving(), **options)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tool_answers_or_not(workers):
+  with tasks.RewardPool(misbehaving.Misbehaving(), workers=workers) as pool:
+    assert pool.respond(Prompt(0, "?", "echo"), ["a", "b", "c"]).result() == tasks.ToolResult("a b c")
+    assert pool.respond(Prompt(0, "?", "last"), ["a"]).result() == tasks.ToolResult(None)
+
+
+@pytest.mark.parametrize(
+  ("answer", "reason"),
+  [
+    ("raise", "raised ZeroDivisionError: by zero"),
+    ("number", "raised TypeError: respond returned int"),
+    ("long", "too-long answer of 131072 characters"),
+    ("surrogate", "raised UnicodeEncodeError"),
+    ("exit", "died with exit status 3"),
+  ],
+)
+def test_a_failing_tool_costs_one_call_and_is_counted_apart(pool, answer, reason):
+  kind = reason.split()[0]
+  before, rewards = pool.tool_failures.get(kind, 0), pool.failures
+  result = pool.respond(Prompt(0, "?", answer), ["a"]).result()
+  assert (result.text, result.failed) == (None, True)
+  assert result.reason.startswith(reason)
+  assert pool.tool_failures[kind] == before + 1
+  assert pool.failures == rewards
+  assert pool.respond(Prompt(0, "?", "echo"), ["a"]).result().text == "a"
+
+
+def test_a_hanging_tool_is_killed_and_answers_come_before_rewards(hasty):
+  jobs = [hasty.submit(*ask("hang")) for _ in range(4)]  # two of them wait
+  calls = [hasty.respond(Prompt(0, "?", what), ["a"]) for what in ("hang", "echo")]
+  done = []
+  for future in [*jobs, *calls]:
+    future.add_done_callback(done.append)
+  assert calls[1].result(timeout=60).text == "a"
+  assert calls[0].result(timeout=60).reason == "timeout after 0.3 s"
+  assert [job.result(timeout=60).value for job in jobs] == [-1.0] * 4
+  assert done.index(calls[0]) < done.index(jobs[3])

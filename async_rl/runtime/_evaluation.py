@@ -1,0 +1,65 @@
+"""Completions of given prompts, with their rewards: what evaluations are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_rl import sampling
+from async_rl import tasks
+from async_rl.runtime._conversations import Conversations
+from async_rl.runtime._conversations import Scored
+from async_rl.runtime._parts import UNTRAINED_TICKETS
+from async_rl.runtime._parts import Parts
+from async_rl.types import LENGTH
+from async_rl.types import Prompt
+from async_rl.types import Request
+
+
+def complete(
+  parts: Parts, engine: sampling.Engine, requests: Sequence[Request], samples: int, rewards: tasks.RewardPool
+) -> list[Scored]:
+  """Completes `requests` with an idle engine under its current weights, a tool's turns included.
+
+  Args:
+    parts: of the run.
+    engine: the sampler.
+    requests: with distinct tickets.
+    samples: K, the engine's group size.
+    rewards: scores and answers; no answer changes what others get, since all are waited for after each chunk.
+
+  Returns:
+    The groups in the order of the requests.
+  """
+  conversations = Conversations(parts, engine, rewards, samples)
+  for request in requests:
+    conversations.submit(request)
+  while not engine.idle:
+    for completion in engine.step():
+      conversations.judge(completion)
+    conversations.take_up(wait=True)
+  conversations.settle()
+  return conversations.finished()
+
+
+def evaluate(
+  parts: Parts,
+  engine: sampling.Engine,
+  prompts: Sequence[Prompt],
+  rewards: tasks.RewardPool,
+  samples: int = 1,
+) -> dict[str, float]:
+  """Completes `prompts` with an idle engine under its current weights and scores the completions.
+
+  Returns:
+    `accuracy` (mean reward), `length` (mean drawn tokens) and `truncated` (share that hit the length limit).
+  """
+  requests = [parts.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
+  groups = complete(parts, engine, requests, samples, rewards)
+  completions = [c for group in groups for c in group.completions]
+  return {
+    "accuracy": float(np.mean([result.value for group in groups for result in group.results])),
+    "length": float(np.mean([np.count_nonzero(c.mask) for c in completions])),
+    "truncated": float(np.mean([c.finish == LENGTH for c in completions])),
+  }
