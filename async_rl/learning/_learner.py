@@ -83,6 +83,9 @@ class Learner:
   (float32 [B], raw sequence log-weights), `log_weights_mask` (bool [B], sequences with trained tokens) and `on_policy`
   (bool [], no token is stale).
 
+  With adapters (`Policy.lora`) gradient, optimizer state and norms are of the adapters alone, and so is all that
+  stabilizers see; the other parameters pass through untouched.
+
   Args:
     policy: the architecture; its `remat` applies here.
     optimizer: an optax transformation, stabilizers included.
@@ -140,22 +143,30 @@ class Learner:
     opt_state = optax.tree_map_params(
       self.optimizer,
       lambda _, sharding: sharding,
-      jax.eval_shape(self.optimizer.init, params),
-      param_shardings,
+      jax.eval_shape(self.optimizer.init, models.split_trainable(params)[0]),
+      models.split_trainable(param_shardings)[0],
       transform_non_params=lambda _: replicated,
     )
     return TrainState(param_shardings, opt_state, replicated)
 
-  def init(self, key: Array) -> TrainState:
-    """A fresh state from a random key, made on the mesh in its shardings."""
-    make = lambda key: self._fresh(self.policy.init(key))
-    return jax.jit(make, out_shardings=self.state_shardings)(key)
+  def init(self, key: Array, params: models.Params | None = None) -> TrainState:
+    """A fresh state, made on the mesh in its shardings.
 
-  def from_params(self, params: models.Params) -> TrainState:
-    """A fresh state around given parameters; they are copied, cast to float32."""
-    make = lambda p: self._fresh(jax.tree.map(lambda x: x.astype(jnp.float32), p))
-    params = jax.device_put(params, self.state_shardings.params)
-    return jax.jit(make, out_shardings=self.state_shardings)(params)
+    Args:
+      key: of what is random: all parameters, or the adapters that `params` lack.
+      params: to start from, in any dtype and on any devices; they are copied.
+    """
+    if params is None:
+      return jax.jit(lambda key: self._fresh(self.policy.init(key)), out_shardings=self.state_shardings)(key)
+    expected, shardings = self.policy.abstract(), self.state_shardings.params
+
+    def make(key, params):
+      if self.policy.lora is not None and "adapters" not in params:
+        params = params | {"adapters": models.init_adapters(self.policy.lora, params, key)}
+      return self._fresh(jax.tree.map(lambda x, like: x.astype(like.dtype), params, expected))
+
+    placed = jax.device_put(params, {part: s for part, s in shardings.items() if part != "adapters" or part in params})
+    return jax.jit(make, out_shardings=self.state_shardings)(key, placed)
 
   def abstract(self) -> TrainState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
@@ -163,7 +174,7 @@ class Learner:
     return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, self.state_shardings)
 
   def _fresh(self, params: models.Params) -> TrainState:
-    return TrainState(params, self.optimizer.init(params), jnp.zeros([], jnp.int32))
+    return TrainState(params, self.optimizer.init(models.split_trainable(params)[0]), jnp.zeros([], jnp.int32))
 
   def put(self, batch: Batch) -> Batch:
     """The batch on the learner mesh: rows split over (data, fsdp), the loss plane on every device."""
@@ -188,15 +199,16 @@ class Learner:
     grads, denominator, loss, collected = self._accumulate(state.params, batch, advantages, lag, anchor)
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
     log_weights = _log_weights(batch, collected.logprobs)
+    trainable, frozen = models.split_trainable(state.params)
     updates, opt_state = self.optimizer.update(
       grads,
       state.opt_state,
-      state.params,
+      trainable,
       log_weights=log_weights,
       log_weights_mask=jnp.any(batch.mask, axis=1),
       on_policy=jnp.max(lag) == 0,
     )
-    params = optax.apply_updates(state.params, updates)
+    params = {**frozen, **optax.apply_updates(trainable, updates)}
     metrics = {
       "loss": losses.divide_or_zero(loss, denominator),
       "grad/norm": optax.tree.norm(grads),
@@ -216,10 +228,11 @@ class Learner:
 
   def _accumulate(self, params: Any, batch: Batch, advantages: Array, lag: Array, anchor: Array | None):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
+    trainable, frozen = models.split_trainable(params)
 
-    def objective(params, m):
+    def objective(trainable, m):
       rows, mask = self._micro(batch, m)
-      stats = self._score(params, *rows)
+      stats = self._score({**frozen, **trainable}, *rows)
       logprobs, entropy = (self._to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
       logprobs = jnp.where(mask, logprobs, 0.0)
       out = self._loss(LossInputs(logprobs, batch.logprobs, advantages, mask, lag, anchor))
@@ -229,14 +242,14 @@ class Learner:
 
     def body(m, carry):
       grads, total, loss, collected = carry
-      (numerator, (denominator, mask, new)), g = jax.value_and_grad(objective, has_aux=True)(params, m)
+      (numerator, (denominator, mask, new)), g = jax.value_and_grad(objective, has_aux=True)(trainable, m)
       grads = jax.tree.map(jnp.add, grads, g)
       collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
       return grads, total + denominator, loss + numerator, collected
 
     zeros, false = jnp.zeros(batch.mask.shape, jnp.float32), jnp.zeros(batch.mask.shape, bool)
     start = (
-      jax.tree.map(jnp.zeros_like, params),
+      jax.tree.map(jnp.zeros_like, trainable),
       jnp.float32(0),
       jnp.float32(0),
       Collected(zeros, zeros, false, false),

@@ -28,6 +28,7 @@ from async_rl.models._policy import REMAT
 from async_rl.models._policy import Cache
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
+from async_rl.models._policy import as_used
 from async_rl.models._policy import limit_vocabulary
 from async_rl.models._policy import unstack_layers
 from async_rl.models._sharding import ROWS

@@ -82,7 +82,8 @@ def load_params(
 
   Args:
     checkpoint: from `open_checkpoint`.
-    shardings: tree of `Policy.abstract`'s structure, such as `param_shardings`; `None`: all on the first device.
+    shardings: tree of `Policy.abstract`'s structure, such as `param_shardings`, adapters or not; `None`: all on the
+      first device.
     dtype: of the parameters.
     progress: show a progress bar; `None`: on a terminal.
 
@@ -104,7 +105,7 @@ def load_params(
       bar.update(array.nbytes)
       return array
 
-    return jax.tree_util.tree_map_with_path(load, abstract, shardings)
+    return jax.tree_util.tree_map_with_path(load, abstract, {part: shardings[part] for part in abstract})
 
 
 def check_tensors(checkpoint: Checkpoint, params: Params) -> None:

@@ -347,12 +347,8 @@ class _Run:
       self.state, host = self.checkpoints.restore(self.parts.learner.abstract())
       self.version = int(self.state.version)
       return host
-    params = self.experiment.start(self.parts)
-    learner = self.parts.learner
-    if params is None:
-      self.state = learner.init(jax.random.key(self.experiment.seed))
-    else:
-      self.state = learner.from_params(params)
+    key = jax.random.key(self.experiment.seed)
+    self.state = self.parts.learner.init(key, self.experiment.start(self.parts))
     return None
 
   def _restore_host(self, host: dict[str, Any]) -> None:

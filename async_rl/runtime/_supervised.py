@@ -57,7 +57,7 @@ def train_supervised(
     RuntimeError: if `accuracy` is not reached in `steps`.
   """
   learner = _make_learner(parts, learning_rate, sequences)
-  state = learner.init(jax.random.key(parts.experiment.seed)) if params is None else learner.from_params(params)
+  state = learner.init(jax.random.key(parts.experiment.seed), params)
   solutions = _solutions(parts, np.random.default_rng(parts.experiment.seed))
   reached = 0.0
   with tasks.RewardPool(parts.task, workers=0) as rewards:

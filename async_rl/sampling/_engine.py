@@ -121,7 +121,7 @@ class Engine:
     """Changes the weights from the next token on; see `SamplerConfig.on_update` for the samples in flight.
 
     Args:
-      params: float32 from `Policy.init` (copied), or what `prepare_weights` made of them (used as they are: do not
+      params: as from `Policy.init` (copied), or what `prepare_weights` made of them (used as they are: do not
         donate them). They may lie on other devices.
       version: optimizer steps that made them.
 
@@ -137,7 +137,7 @@ class Engine:
     else:
       wrong = sorted(set(layout.items()) ^ set(raw.items()))[0]
       raise ValueError(
-        "params must be this policy's, float32 and stacked as from Policy.init, or from prepare_weights; they "
+        "params must be this policy's, stacked and of the dtypes of Policy.init, or from prepare_weights; they "
         f"differ at {wrong[0]}: {layout.get(wrong[0])}, expected {raw.get(wrong[0])}."
       )
     self.version = int(version)

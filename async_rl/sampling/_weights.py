@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from async_rl.models import Params
 from async_rl.models import Policy
+from async_rl.models import as_used
 from async_rl.models import unstack_layers
 
 
 def prepare_weights(policy: Policy, params: Params) -> Params:
-  """The sampler's copy of float32 master weights: layers unstacked, matrices and biases in the compute dtype.
+  """The sampler's copy of the master weights: layers unstacked, matrices and biases in the compute dtype.
 
   Scales of norms stay float32, as the learner uses them, so that the two agree on every log-probability as far as
   the dtype allows. Traceable: run it under `jit` where the master weights live, and half of the bytes travel.
@@ -21,9 +22,5 @@ def prepare_weights(policy: Policy, params: Params) -> Params:
     policy: the architecture.
     params: from `Policy.init`.
   """
-
-  def copy(path, leaf):
-    dtype = leaf.dtype if path[-1].key == "scale" else jnp.dtype(policy.dtype)
-    return jnp.array(leaf, dtype, copy=True)
-
-  return jax.tree_util.tree_map_with_path(copy, unstack_layers(params))
+  copy = lambda x: jnp.array(x, copy=True)
+  return jax.tree.map(copy, as_used(unstack_layers(params), jnp.dtype(policy.dtype)))

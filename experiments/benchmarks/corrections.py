@@ -52,7 +52,7 @@ def sample(parts: Parts, tickets: Sequence[int]) -> list[Group]:
 def train(config: Config, parts: Parts, lags: Sequence[int]) -> dict[int, Params]:
   """Parameters on the host by their lag behind the last version, from a run on fresh samples."""
   learner, size = parts.learner, config.groups
-  state = learner.from_params(config.start(parts))
+  state = learner.init(jax.random.key(config.seed), config.start(parts))
   last, kept = max(lags), {}
   for version in range(last + 1):
     if last - version in lags:
