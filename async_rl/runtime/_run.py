@@ -309,6 +309,7 @@ class _Run:
       "staleness/histogram": staleness_histogram(groups, self.version - 1, self.experiment.lag_bound),
       "time/step": seconds,
       "time/weight_push": self.store.push_seconds,
+      "bytes/weight_push": self.store.push_bytes,
       "idle/learner": min(1.0, self.idle / seconds),
       "idle/generator": min(1.0, change["rested"] / seconds),
       "throughput/generated": change["generated"] / seconds,

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from async_rl.models import split_trainable
 from async_rl.runtime._buffer import Closed
 
 Params = Any
@@ -30,8 +31,11 @@ class WeightStore:
   thread of its own: publishing does not stall the learner, and a version is only seen once it is ready. What the
   store hands out never shares memory with the learner's parameters, which may be donated right after `publish`.
 
+  Where the parameters have adapters, the rest of them moves once, with the first version; later versions are new
+  adapters beside the same arrays, so that keeping several costs little.
+
   Args:
-    prepare: maps the learner's parameters to the sampler's (casts, unstacks layers); called under `jit`.
+    prepare: maps the learner's parameters to the sampler's, dicts both (casts, unstacks layers); called under `jit`.
     shardings: NamedSharding on the generation mesh for each leaf that `prepare` returns.
     learner: the learner mesh.
   """
@@ -39,12 +43,15 @@ class WeightStore:
   def __init__(self, prepare: Callable[[Params], Params], shardings: Params, learner: Mesh):
     self._shardings = shardings
     staging = jax.tree.map(lambda target: _staging_sharding(target, learner), shardings)
-    self._prepare = jax.jit(prepare, out_shardings=staging)
+    trained, frozen = split_trainable(staging)
+    self._prepare = jax.jit(lambda params: split_trainable(prepare(params))[0], out_shardings=trained)
+    self._prepare_frozen = jax.jit(lambda params: split_trainable(prepare(params))[1], out_shardings=frozen)
+    self._frozen: Params = None if frozen else {}  # on the generation mesh, once it is there
     self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
     self._changed = threading.Condition()
     self._newest: tuple[int, Params] = (-1, None)
     self._published = -1
-    self._push_seconds = 0.0
+    self._push_seconds, self._push_bytes = 0.0, 0
     self._ready_at = math.inf
     self._pushing = False
     self._closed = False
@@ -67,6 +74,8 @@ class WeightStore:
       self._changed.wait_for(lambda: self._over() or not self._pushing)
       self._check()
     staged = self._prepare(params)
+    if self._frozen is None:
+      staged |= self._prepare_frozen(params)
     self._published = version
     self._pushing = True
     self._ready_at = math.inf
@@ -101,13 +110,18 @@ class WeightStore:
     """How long the last push took, from ready on the learner mesh to ready on the generation mesh."""
     return self._push_seconds
 
+  @property
+  def push_bytes(self) -> int:
+    """Size of what the last push moved, each array counted once however many devices have it."""
+    return self._push_bytes
+
   def close(self) -> None:
     """Wakes everybody that waits here, and lets go of the parameters."""
     with self._changed:
       self._closed = True
       self._changed.notify_all()
     self._thread.shutdown()
-    self._newest = (-1, None)
+    self._newest, self._frozen = (-1, None), None
 
   def _push(self, version: int, staged: Params) -> None:
     try:
@@ -115,11 +129,13 @@ class WeightStore:
       start = self._ready_at = time.monotonic()
       leaves, tree = jax.tree.flatten(staged)
       local = jax.tree.unflatten(tree, map(_local_copy, leaves, itertools.count()))
-      params = jax.block_until_ready(jax.device_put(local, self._shardings))
+      moved = jax.block_until_ready(jax.device_put(local, {part: self._shardings[part] for part in staged}))
       seconds = time.monotonic() - start
+      if self._frozen is None:
+        self._frozen = split_trainable(moved)[1]
       with self._changed:
-        self._newest = (version, params)
-        self._push_seconds = seconds
+        self._newest = (version, {**self._frozen, **moved})
+        self._push_seconds, self._push_bytes = seconds, sum(leaf.nbytes for leaf in leaves)
     except BaseException as error:
       self._error = error
     finally:

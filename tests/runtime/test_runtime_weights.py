@@ -91,11 +91,11 @@ def test_tensor_size_that_learner_devices_cannot_hold(transfers_are_explicit_and
   """3 learner devices cannot make shards for tensor = 4 by themselves: one of them is cut instead."""
   generation = make_meshes(0, tensor=4, devices=jax.devices()[4:]).generation
   learner = make_meshes(0, devices=jax.devices()[:3]).learner
-  store = WeightStore(lambda x: x, NamedSharding(generation, P("tensor")), learner)
+  store = WeightStore(lambda x: x, {"x": NamedSharding(generation, P("tensor"))}, learner)
   x = jax.device_put(np.arange(8.0, dtype=np.float32), replicated(learner))
   with transfers_are_explicit_and_direct():
-    store.publish(0, x)
-    _, got = store.latest()
+    store.publish(0, {"x": x})
+    got = store.latest()[1]["x"]
   assert got.sharding.shard_shape(got.shape) == (2,)
   np.testing.assert_array_equal(got, np.arange(8.0))
   store.close()
@@ -105,17 +105,17 @@ def test_tensor_size_that_learner_devices_cannot_hold(transfers_are_explicit_and
 def test_nothing_is_shared_with_donated_parameters(generation):
   meshes = make_meshes(generation)
   sharding = replicated(meshes.generation)
-  store = WeightStore(lambda params: params, sharding, meshes.learner)
+  store = WeightStore(lambda params: params, {"x": sharding}, meshes.learner)
   step = jax.jit(lambda params: params + 1, donate_argnums=0)
   params = jax.device_put(np.zeros(8, np.float32), replicated(meshes.learner))
   for version in range(3):
     old = params
-    store.publish(version, params)
+    store.publish(version, {"x": params})
     params = step(params)
     assert old.is_deleted()
     got_version, got = store.latest(at_least=version)
     assert got_version == version
-    np.testing.assert_array_equal(got, np.full(8, version))
+    np.testing.assert_array_equal(got["x"], np.full(8, version))
   store.close()
 
 
@@ -128,6 +128,29 @@ def test_compiles_once():
     _, params = store.latest(at_least=version)
     np.testing.assert_array_equal(params["scale"], np.full(8, version))
   assert len(traces) == 1
+  store.close()
+
+
+@pytest.mark.parametrize("generation", [0, 4])
+def test_adapters_move_with_every_version_and_the_rest_once(generation, transfers_are_explicit_and_direct):
+  meshes = make_meshes(generation, fsdp=2, tensor=2)
+  _, shardings = make_store(meshes)
+  prepare_all = lambda params: prepare(params) | {"adapters": params["adapters"]}
+  store = WeightStore(prepare_all, shardings | {"adapters": {"a": replicated(meshes.generation)}}, meshes.learner)
+  base, versions, sizes = make_params(meshes), [], []
+  adapters = [jax.device_put(np.full(8, v, np.float32), replicated(meshes.learner)) for v in range(4)]
+  with transfers_are_explicit_and_direct():
+    for version in range(4):
+      store.publish(version, base | {"adapters": {"a": adapters[version]}})
+      versions.append(store.latest(at_least=version))
+      sizes.append(store.push_bytes)
+  assert sizes == [2 * 64 + 4 * 8 + 2 * 48 + 4 * 8] + [4 * 8] * 3
+  for version, (got_version, got) in enumerate(versions):  # also the old ones, which a replay keeps
+    assert got_version == version
+    np.testing.assert_array_equal(got["adapters"]["a"], np.full(8, version))
+    first = versions[0][1]
+    assert all(got[part] is first[part] for part in ("layers", "scale", "table"))
+  jax.tree.map(np.testing.assert_array_equal, {k: got[k] for k in SPECS}, prepare(jax.device_get(base)))
   store.close()
 
 
@@ -164,11 +187,11 @@ def test_waits_for_the_version_asked_for_and_wakes_on_close():
 
 def test_failed_push_reaches_both_sides():
   meshes = make_meshes(4)
-  store = WeightStore(lambda x: x, NamedSharding(meshes.generation, P("data")), meshes.learner)
-  good = jax.device_put(np.zeros(8, np.float32), replicated(meshes.learner))
+  store = WeightStore(lambda x: x, {"x": NamedSharding(meshes.generation, P("data"))}, meshes.learner)
+  good = {"x": jax.device_put(np.zeros(8, np.float32), replicated(meshes.learner))}
   store.publish(0, good)
   store.latest()
-  store._shardings = {"another": "structure"}
+  store._shardings = {"x": {"another": "structure"}}
   store.publish(1, good)
   with pytest.raises(ValueError, match="structure"):
     store.latest(at_least=1)
