@@ -16,6 +16,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from async_rl.models import split_trainable
+from async_rl.runtime._frozen import restore_frozen
+from async_rl.runtime._frozen import save_frozen
 from async_rl.runtime._run_folder import differences
 from async_rl.types import TrainState
 
@@ -32,6 +35,9 @@ class Checkpointer:
   A checkpoint has the items `params`, `optimizer` (optimizer state and version), `host` (a tree of numpy arrays and
   JSON values, one per process) and `meta` (the fingerprint).
 
+  Where the parameters have adapters, `params` are these alone. What they were trained on is written once, to the folder
+  `base` beside `folder`; `meta` has its checksum, so that no checkpoint is ever put on another base.
+
   Args:
     folder: where the checkpoints are; made if missing.
     keep: how many of the newest to keep.
@@ -41,6 +47,8 @@ class Checkpointer:
   def __init__(self, folder: pathlib.Path | str, *, keep: int, fingerprint: Mapping[str, Any]):
     self.folder = pathlib.Path(folder).absolute()
     self._fingerprint = json.loads(json.dumps(fingerprint))
+    self._base_folder = self.folder.with_name("base")
+    self._base: str | None = None  # checksum of the frozen parameters, once they are written or read
     options = ocp.CheckpointManagerOptions(
       preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
     )
@@ -74,18 +82,23 @@ class Checkpointer:
     if step == self.latest_step:
       return
     archive = _to_archive(host)
-    needed = len(archive) + sum(x.nbytes for x in jax.tree.leaves(state))
+    trained, frozen = split_trainable(state.params)
+    state, first = state._replace(params=trained), bool(frozen) and self._base is None
+    needed = len(archive) + sum(x.nbytes for x in jax.tree.leaves((state, frozen if first else {})))
     free = shutil.disk_usage(self.folder).free
     if free < needed:
       raise CheckpointError(
         f"the checkpoint of step {step} needs {needed / 1e9:.3g} GB, but {self.folder} has {free / 1e9:.3g} GB free; "
         + _WRITE_REMEDY
       )
+    if first:
+      with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
+        self._base = save_frozen(self._base_folder, frozen)
     items = ocp.args.Composite(
       params=ocp.args.StandardSave(state.params),
       optimizer=ocp.args.StandardSave({"opt_state": state.opt_state, "version": state.version}),
       host=_HostSave(archive),
-      meta=ocp.args.JsonSave(self._fingerprint),
+      meta=ocp.args.JsonSave(self._fingerprint | ({"base": self._base} if frozen else {})),
     )
     with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
       self._manager.save(step, args=items)
@@ -101,7 +114,7 @@ class Checkpointer:
       The state, and this process's `host` tree.
 
     Raises:
-      CheckpointError: if there is none, it is of another model, or cannot be read.
+      CheckpointError: if there is none, it is of another model or on another base, or cannot be read.
     """
     targets = {
       "params": abstract.params,
@@ -128,14 +141,35 @@ class Checkpointer:
     step = self.latest_step if step is None else step
     if step is None or step not in self._manager.all_steps():
       raise CheckpointError(f"{self.folder} has no checkpoint{'' if step is None else f' of step {step}'}")
+    trained, frozen = split_trainable(targets["params"])
+    targets = targets | {"params": trained}
     with self._explained(f"of step {step} cannot be read", "resume from another one"):
-      items = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-      self._check_same(step, list(differences(items["meta"], self._fingerprint)))
+      meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+      base = meta.pop("base", None)
+      self._check_same(step, list(differences(meta, self._fingerprint)))
       saved = self._manager.item_metadata(step)
       for name, target in targets.items():
         self._check_same(step, list(differences(_shapes(saved[name].tree), _shapes(target))))
       arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
-      return self._manager.restore(step, args=ocp.args.Composite(**arguments, **others))
+      items = dict(self._manager.restore(step, args=ocp.args.Composite(**arguments, **others)).items())
+      if frozen:
+        items["params"] |= self._restore_base(step, frozen, base)
+      return items
+
+  def _restore_base(self, step: int, abstract: Any, expected: str) -> Any:
+    if not self._base_folder.exists():
+      raise CheckpointError(
+        f"checkpoint {step} in {self.folder} holds adapters, but the weights that they were trained on are missing: "
+        f"bring {self._base_folder} back"
+      )
+    params, found = restore_frozen(self._base_folder, abstract)
+    if found != expected:
+      raise CheckpointError(
+        f"checkpoint {step} in {self.folder} holds adapters of other weights than those in {self._base_folder} "
+        f"(checksum {expected}, not {found}): bring the right folder back"
+      )
+    self._base = found
+    return params
 
   def _check_same(self, step: int, changes: list[str]) -> None:
     if changes:

@@ -92,7 +92,8 @@ class Parts:
 
   def make_checkpointer(self, folder: pathlib.Path) -> Checkpointer:
     """The checkpoints in `folder`, of this run's model."""
-    model = {"model": dataclasses.asdict(self.policy.config)}
+    config, lora = self.policy.config, self.policy.lora
+    model = {"model": dataclasses.asdict(config), "lora": lora and dataclasses.asdict(lora)}
     return Checkpointer(folder, keep=self.experiment.keep, fingerprint=model)
 
   def make_store(self) -> WeightStore:
