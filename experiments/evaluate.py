@@ -115,6 +115,7 @@ def evaluate(
     params = checkpoints.restore_params(parts.learner.abstract().params, step)
     what = f"step {checkpoints.latest_step if step is None else step}"
   else:
+    parts.policy = dataclasses.replace(parts.policy, lora=None)
     params = models.load_params(
       models.open_checkpoint(models.find_weights(weights)), parts.learner.state_shardings.params
     )

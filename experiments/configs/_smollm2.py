@@ -46,6 +46,9 @@ class SmolLM2(Experiment):
   supervised_rate: float = 1e-4
   #: Learning rate of AdamW.
   learning_rate: float = 2e-6
+  #: Rank of low-rank adapters, which are then trained and synced in place of the weights; 0: all weights are trained.
+  #: Adapters want about ten times the learning rate.
+  lora_rank: int = 0
   #: Gradient alignment up to which a gradient is kept.
   align_low: float = 0.2
   #: Gradient alignment from which a step is skipped.
@@ -63,7 +66,8 @@ class SmolLM2(Experiment):
     return models.load_tokenizer(models.find_weights(self.weights))
 
   def policy(self) -> models.Policy:
-    return models.Policy(_checkpoint(self.weights).config, dtype=self.dtype, remat=self.remat)
+    lora = models.LoRA(self.lora_rank) if self.lora_rank else None
+    return models.Policy(_checkpoint(self.weights).config, dtype=self.dtype, remat=self.remat, lora=lora)
 
   def optimizer(self) -> optax.GradientTransformation:
     return stabilizers.control_alignment(
