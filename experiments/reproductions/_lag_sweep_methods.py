@@ -255,6 +255,17 @@ PUBLISHED = {
 #: OPOB with exact norms: a program of its own, which makes one gradient per trajectory.
 EXACT = {"OPOB, exact": PUBLISHED["OPOB"], "VCPO, exact": PUBLISHED["VCPO"]}
 
+#: A third round, likewise: what exact norms add to the best of the second.
+THIRD = {
+  "sync, OPOB exact": _method("reinforce", OPOB),
+  "OPOB, exact + ahead, momentum .97": _method("sequence_tis", OPOB, ahead=1.0, b1=0.97),
+  "VCPO, exact + ahead, momentum .97": _method("sequence_tis", ESS, OPOB, ahead=1.0, b1=0.97),
+  "VCPO, exact + ahead, momentum .99": _method("sequence_tis", ESS, OPOB, ahead=1.0, b1=0.99),
+  "TOPR + OPOB, exact": _method("topr", OPOB),
+  "sequence PPO + OPOB, exact": _method("sequence_ppo", OPOB),
+  "sequence PPO + OPOB, exact + ahead, momentum .97": _method("sequence_ppo", OPOB, ahead=1.0, b1=0.97),
+}
+
 #: Tried in the hope of reaching sync, like `AHEAD`.
 CANDIDATES = {
   "PPO + ESS + GAC": _method("ppo", ESS, GAC),
@@ -313,5 +324,5 @@ CONTROLS = {
 #: Controls that need no measurement.
 RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
 
-METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | EXACT | RAMPED
+METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | THIRD | EXACT | RAMPED
 METHODS |= {name: row[3] for name, row in CONTROLS.items()}

@@ -24,6 +24,7 @@ GROUPS: dict[str, Collection[str]] = {
   "ahead": methods.AHEAD,
   "candidates": methods.CANDIDATES,
   "second": methods.SECOND,
+  "third": methods.THIRD,
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,
   "controls": methods.CONTROLS,
@@ -90,7 +91,7 @@ class Item:
 
   @property
   def exact(self) -> bool:
-    return self.names[0] in methods.EXACT
+    return self.names[0] in methods.EXACT | methods.THIRD
 
   @property
   def depends(self) -> bool:

@@ -7,7 +7,6 @@ import pathlib
 
 import numpy as np
 
-from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions._lag_sweep_plan import GROUPS
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_run import CURVES
@@ -67,7 +66,8 @@ class Table:
       return cls(list(configs), a["accuracy"], a["curves"])
 
   def rates(self, method: str, lag: int) -> dict[float, int]:
-    """The rows of a method at a lag, by rate."""
+    """The rows of a method at a lag, by rate; of the synchronous ones, their rows."""
+    lag = 0 if method.startswith("sync") else lag
     found = {rate: i for i, (name, k, rate) in enumerate(self.configs) if name == method and k == lag}
     return dict(sorted(found.items()))
 
@@ -113,7 +113,7 @@ def best_rates(table: Table) -> str:
   for method in table.methods():
     row = [method]
     for lag in [0, *table.lags()]:
-      best = table.best(method, lag)
+      best = None if lag and method.startswith("sync") else table.best(method, lag)
       cell = "" if best is None else f"{_measure(table.accuracy[best])} ({table.configs[best][2]:g})"
       if best is not None and reference is not None and lag:
         mean, half = interval(table.accuracy[best] - table.accuracy[reference])
@@ -128,7 +128,7 @@ def by_rate(table: Table, lag: int) -> str:
   rates = sorted({rate for _, _, rate in table.configs})
   rows = []
   for method in table.methods():
-    at = table.rates(method, 0 if method in methods.SYNC else lag)
+    at = table.rates(method, lag)
     if at:
       rows.append([method, *(_measure(table.accuracy[at[rate]]) if rate in at else "" for rate in rates)])
   return _grid([f"lag {lag}", *(f"{rate:g}" for rate in rates)], rows)
@@ -139,7 +139,7 @@ def diagnostics(table: Table, lag: int, rate: float) -> str:
   names = ("ess", "scale", "cosine", "norm", "skipped", "clipped", "entropy", "kl")
   rows = []
   for method in table.methods():
-    i = table.rates(method, 0 if method in methods.SYNC else lag).get(rate)
+    i = table.rates(method, lag).get(rate)
     if i is not None:
       curves = dict(zip(CURVES, table.curves[i].astype(np.float32), strict=True))
       late = [f"{curves[name][-LAST:].mean():.2f}" for name in ("ess", "entropy")]
@@ -158,7 +158,7 @@ def draw_rates(table: Table, file: pathlib.Path) -> None:
   for row, panel in zip(axes, panels, strict=True):
     for axis, lag in zip(row, lags, strict=True):
       for method in ("sync", *PANELS[panel]):
-        at = table.rates(method, 0 if method == "sync" else lag)
+        at = table.rates(method, lag)
         if at:
           measures = [interval(table.accuracy[i]) for i in at.values()]
           mean, half = np.nan_to_num(np.array(measures), posinf=0.0).T
@@ -181,7 +181,7 @@ def draw_curves(table: Table, lag: int, rate: float, file: pathlib.Path) -> None
   figure, axes = plt.subplots(2, 3, figsize=(11, 6), sharex=True)
   for axis, name in zip(axes.flat, names, strict=True):
     for method in ("sync", *PANELS["curves"]):
-      i = table.rates(method, 0 if method == "sync" else lag).get(rate)
+      i = table.rates(method, lag).get(rate)
       if i is not None:
         values = table.curves[i, CURVES.index(name)].astype(np.float32)
         updates = np.linspace(0, 400, len(values) + 1)[1:]
@@ -203,18 +203,22 @@ def _save(figure, file: pathlib.Path) -> None:
   plt.close(figure)
 
 
-def report(results: Results, folder: pathlib.Path = RESULTS) -> None:
-  """Condenses the runs there are, then prints tables and draws figures of all that was ever condensed."""
+def report(results: Results, folder: pathlib.Path = RESULTS) -> str:
+  """Condenses the runs there are; of all that was ever condensed, returns the tables, writes them and draws figures."""
   folder.mkdir(exist_ok=True)
   for task in sorted({run.task for run in results.curves}):
     Table.of(results, task).save(folder / f"lag_sweep_{task}.npz")
+  parts = ["# Tables of the lag sweep", "", "Made by `python -m experiments.reproductions.lag_sweep --report`."]
   for file in sorted(folder.glob("lag_sweep_*.npz")):
     table, task = Table.load(file), file.stem.removeprefix("lag_sweep_")
-    print(f"\n## {task}\n\n### At each method's best rate\n\n{best_rates(table)}")
+    parts += [f"## {task}", f"### {task}, at each method's best rate", best_rates(table)]
     shown = min({rate for _, _, rate in table.configs}, key=lambda rate: abs(np.log(rate / 1e-4)))
     for lag in table.lags():
-      print(f"\n### By learning rate, lag {lag}\n\n{by_rate(table, lag)}")
-      print(f"\n### Diagnostics, lag {lag}\n\n{diagnostics(table, lag, shown)}")
+      parts += [f"### {task}, by learning rate, lag {lag}", by_rate(table, lag)]
+      parts += [f"### {task}, diagnostics, lag {lag}", diagnostics(table, lag, shown)]
       draw_curves(table, lag, shown, folder / f"lag_sweep_{task}_lag{lag}.png")
     if table.lags():
       draw_rates(table, folder / f"lag_sweep_{task}_rates.png")
+  text = "\n\n".join(part for part in parts if part) + "\n"
+  (folder / "lag_sweep_tables.md").write_text(text)
+  return text
