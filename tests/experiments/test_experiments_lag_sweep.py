@@ -256,7 +256,8 @@ def test_a_tiny_sweep(tmp_path, data_dir, capsys, monkeypatch):
   assert curves["sync"]["norm"].min() > 0
   assert curves["sync"]["accuracy"][-1] != curves["sync"]["accuracy"][0]
   assert "runs, " in capsys.readouterr().out
-  reports.report(results, tmp_path / "results")
-  assert "| sync |" in capsys.readouterr().out
-  assert {file.suffix for file in (tmp_path / "results").iterdir()} == {".npz", ".png"}
+  text = reports.report(results, tmp_path / "results")
+  assert "| sync |" in text
+  assert (tmp_path / "results" / "lag_sweep_tables.md").read_text() == text
+  assert {file.suffix for file in (tmp_path / "results").iterdir()} == {".npz", ".png", ".md"}
   assert plans.Results(tmp_path / "sweep").curves.keys() == results.curves.keys()
