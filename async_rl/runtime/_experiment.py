@@ -152,7 +152,7 @@ class Experiment:
     raise NotImplementedError
 
   def policy(self) -> models.Policy:
-    """The architecture."""
+    """The architecture; with `lora`, adapters are trained and synced in place of its weights."""
     raise NotImplementedError
 
   def optimizer(self) -> optax.GradientTransformation:
@@ -172,7 +172,7 @@ class Experiment:
     return losses.aggregate(loss, mask, "sequence_mean")
 
   def start(self, parts: Parts) -> models.Params | None:
-    """Parameters to start from, on any device; `None`: random ones."""
+    """Parameters to start from, on any device; adapters that they lack are fresh. `None`: random ones."""
     del parts
     return None
 

@@ -1,6 +1,7 @@
 """Export: the folder holds the policy of the checkpoint, adapters merged; evaluation takes both."""
 
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ from async_rl import models
 from async_rl import runtime
 from experiments import evaluate
 from experiments import export
+from experiments import train
+from experiments.configs import gsm8k_smollm2
 from experiments.configs import quickstart
 
 
@@ -43,3 +46,32 @@ def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, cap
     assert np.abs(got - score(plain, models.split_trainable(params)[1])[:, 1:]).max() > 1e-2
   assert export.main(["run", "folder"]) == 2
   assert "folder exists" in capsys.readouterr().err
+
+
+def test_adapters_on_pretrained_weights_from_the_command_line(tmp_path, monkeypatch, capsys):
+  """A Hugging Face folder, its adapters warmed up, trained, resumed and exported."""
+  data = pathlib.Path(__file__).parents[1] / "data" / "gsm8k"
+  config = models.ModelConfig(
+    vocab_size=384, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32
+  )
+  monkeypatch.chdir(tmp_path)
+  models.save_hf("tiny", config, jax.jit(models.Policy(config).init)(jax.random.key(0)))
+  pathlib.Path("tiny/tokenizer.model").write_bytes(
+    models.train_sentencepiece((data / "train.jsonl").read_text().splitlines(), "bpe", 380)
+  )
+
+  def command(run_dir, **options):
+    options = {"steps": 1, "rows": 8, "row_tokens": 288, "max_prompt_tokens": 256, "gsm8k_folder": data} | options
+    smoke = gsm8k_smollm2.SMOKE | {"eval_prompts": 0, "dtype": "bfloat16", "generation_devices": 4}
+    fields = smoke | options | {"run_dir": run_dir}
+    return ["gsm8k_smollm2", "--no-chat", *(x for k, v in fields.items() for x in (f"--{k.replace('_', '-')}", str(v)))]
+
+  first = dict(weights="tiny", lora_rank=2, supervised_steps=1, max_completion_tokens=200, row_tokens=512)
+  assert train.main(command("run", **first)) == 0
+  assert "supervised step 1" in capsys.readouterr().out
+  assert train.main(command("run", **first, **{"steps": 2})) == 0
+  assert "supervised step" not in capsys.readouterr().out
+  assert export.main(["run", "merged", "--like", "tiny"]) == 0
+  shapes = models.open_checkpoint("merged").shapes
+  assert shapes == models.open_checkpoint("tiny").shapes
+  assert pathlib.Path("merged/tokenizer.model").exists()
