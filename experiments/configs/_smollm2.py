@@ -29,14 +29,14 @@ class SmolLM2(Experiment):
   steps: int = 200
   max_lag: int = 2
   groups: int = 32
-  samples: int = 8
+  samples: int = 16
   max_prompt_tokens: int = 320
-  max_completion_tokens: int = 320
-  slots: int = 256
+  max_completion_tokens: int = 256
+  slots: int = 512
   decode_chunk: int = 16
   rows: int = 16
   row_tokens: int = 1024
-  reward_workers: int = 4
+  reward_workers: int = 8
   eval_every: int = 50
   eval_prompts: int = 256
 
@@ -45,7 +45,7 @@ class SmolLM2(Experiment):
   #: Its learning rate.
   supervised_rate: float = 1e-4
   #: Learning rate of AdamW.
-  learning_rate: float = 2e-6
+  learning_rate: float = 1e-5
   #: Rank of low-rank adapters, which are then trained and synced in place of the weights; 0: all weights are trained.
   #: Adapters want about ten times the learning rate.
   lora_rank: int = 0

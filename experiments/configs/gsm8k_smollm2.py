@@ -1,8 +1,8 @@
-"""GSM8K with SmolLM2-135M-Instruct, trained asynchronously.
+"""GSM8K with SmolLM2-135M-Instruct: supervised fine-tuning, then asynchronous RL.
 
-Command: python -m experiments.train gsm8k_smollm2 --gsm8k-folder DIR --supervised-steps 150
-Hardware and time: one H100, 1 to 1.5 s a step of 256 samples after a minute of compilation; two CPU cores for a look.
-Result: the instruct model earns a reward of .01, .02 after 150 supervised steps, and .03 after 40 more steps of this.
+Command: python -m experiments.train gsm8k_smollm2 --gsm8k-folder DIR
+Hardware and time: one H100, 8 minutes for 350 supervised and 266 RL steps; two CPU cores for a look.
+Result: greedy test accuracy .017 before, .071 after supervision, .103 after RL: experiments/reproductions/gsm8k.md.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ class Config(SmolLM2):
   name = "gsm8k_smollm2"
 
   run_dir: str = "runs/gsm8k_smollm2"
+  steps: int = 266
+  supervised_steps: int = 350
+  eval_prompts: int = 1319
   #: Folder with the original train.jsonl and test.jsonl; `None`: TFDS `gsm8k`, downloaded if need be.
   gsm8k_folder: str | None = None
   #: Ask in a conversation, for instruct models, or in plain text.
