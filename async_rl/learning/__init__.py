@@ -6,3 +6,4 @@ from async_rl.learning._learner import SEQUENCE_MEAN as SEQUENCE_MEAN
 from async_rl.learning._learner import AdvantageInputs as AdvantageInputs
 from async_rl.learning._learner import Learner as Learner
 from async_rl.learning._learner import LossInputs as LossInputs
+from async_rl.learning._rlhf import RLHF as RLHF

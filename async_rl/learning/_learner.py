@@ -38,6 +38,7 @@ class LossInputs(NamedTuple):
     mask: bool, tokens to train in this micro-batch.
     lag: int32, learner version minus the version that drew the token.
     anchor: float32 log-probabilities under the weights at the start of the step, `None` unless the learner scores.
+    reference: float32 log-probabilities under the reference policy, `None` unless the learner has one.
   """
 
   logprobs: Array
@@ -46,6 +47,7 @@ class LossInputs(NamedTuple):
   mask: Array
   lag: Array
   anchor: Array | None
+  reference: Array | None = None
 
 
 class AdvantageInputs(NamedTuple):
@@ -57,6 +59,8 @@ class AdvantageInputs(NamedTuple):
     mask: bool [B, C], tokens to train.
     log_weights: float32 [B], raw sequence log-weights; `None` unless the learner scores first.
     stats: statistics of the tokens under the weights at the start of the step, [B, C]; likewise.
+    behaviour: float32 [B, C] log mu, as recorded by the sampler.
+    reference: float32 [B, C] log-probabilities under the reference policy; `None` unless the learner has one.
   """
 
   rewards: Array
@@ -64,6 +68,8 @@ class AdvantageInputs(NamedTuple):
   mask: Array
   log_weights: Array | None
   stats: models.TokenStats | None
+  behaviour: Array
+  reference: Array | None
 
 
 class Collected(NamedTuple):
@@ -86,6 +92,9 @@ class Learner:
   With adapters (`Policy.lora`) gradient, optimizer state and norms are of the adapters alone, and so is all that
   stabilizers see; the other parameters pass through untouched.
 
+  A frozen reference policy is given by `set_reference`, before the first step; it then scores each batch once. It shares
+  what is not trained with the policy.
+
   Args:
     policy: the architecture; its `remat` applies here.
     optimizer: an optax transformation, stabilizers included.
@@ -97,8 +106,10 @@ class Learner:
     temperature: of the sampler's softmax.
     count_rejected: whether tokens that a loss rejects stay in the denominator.
     score_first: run a forward pass over the whole batch first, for advantages that need the current policy and for
-      losses with an `anchor`.
+      losses with an `anchor`. If neither uses it, the compiler removes it.
     head_chunk: positions of a row whose logits are formed at a time.
+    score: in place of log-probabilities, what each token scores: (params, tokens, segments, positions), int32 [R, T]
+      each, to `models.TokenStats`. `None`: `models.score` of the policy.
 
   Raises:
     ValueError: if the mesh does not divide the rows of a micro-batch.
@@ -118,12 +129,14 @@ class Learner:
     count_rejected: bool = True,
     score_first: bool = False,
     head_chunk: int = 512,
+    score: Callable[..., models.TokenStats] | None = None,
   ):
     self.policy, self.shape, self.mesh = dataclasses.replace(policy, mesh=mesh), shape, mesh
     self.optimizer = optax.with_extra_args_support(optimizer)
     self._loss, self._advantages = loss, advantages
     self._aggregate, self._count_rejected, self._score_first = aggregate, count_rejected, score_first
-    self._score = functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
+    self._score = score or functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
+    self._reference: models.Params | None = None
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if shape.rows % ways:
       raise ValueError(
@@ -135,6 +148,7 @@ class Learner:
     self.batch_shardings = Batch(by_row, by_row, by_row, *[replicated] * (len(Batch._fields) - 3))
     self.state_shardings = self._shardings(replicated)
     self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
+    self._score_batch = jax.jit(lambda params, batch: self._score_all(params, batch).logprobs)
 
   def _shardings(self, replicated: Any) -> TrainState:
     """Parameters by the rules; whatever mirrors them in the optimizer's state likewise; the rest replicated."""
@@ -176,13 +190,38 @@ class Learner:
   def _fresh(self, params: models.Params) -> TrainState:
     return TrainState(params, self.optimizer.init(models.split_trainable(params)[0]), jnp.zeros([], jnp.int32))
 
+  def set_reference(self, params: models.Params) -> None:
+    """Makes `params`, of which only those that are trained matter, the frozen reference policy.
+
+    They are copied, in the compute dtype (norm scales in float32).
+    """
+
+    def copy(path, leaf):
+      return jnp.array(leaf, leaf.dtype if path[-1].key == "scale" else jnp.dtype(self.policy.dtype), copy=True)
+
+    shardings = models.split_trainable(self.state_shardings.params)[0]
+    placed = jax.device_put(models.split_trainable(params)[0], shardings)
+    make = lambda p: jax.tree_util.tree_map_with_path(copy, p)
+    self._reference = jax.jit(make, out_shardings=shardings)(placed)
+
+  def score_reference(self, params: models.Params, batch: Batch) -> Array:
+    """Log-probabilities of a batch under the reference policy, float32 [B, C].
+
+    Args:
+      params: of the policy, for what it shares with the reference.
+      batch: of any shape that the mesh divides.
+    """
+    if self._reference is None:
+      raise ValueError("The learner has no reference policy; give it one with set_reference.")
+    return self._score_batch(_with_frozen(params, self._reference), self.put(batch))
+
   def put(self, batch: Batch) -> Batch:
     """The batch on the learner mesh: rows split over (data, fsdp), the loss plane on every device."""
     return jax.device_put(batch, self.batch_shardings)
 
   def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step; `state` is donated. The metrics stay on the device, float32 [] each."""
-    return self._step(state, batch)
+    return self._step(state, batch, self._reference)
 
   def compilations(self) -> int:
     """How many programs the step has been compiled to; 1 after the first call, and it should stay so."""
@@ -190,13 +229,20 @@ class Learner:
 
   # What is jitted.
 
-  def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+  def _train(
+    self, state: TrainState, batch: Batch, reference_params: models.Params | None
+  ) -> tuple[TrainState, dict[str, Array]]:
     lag = jnp.where(batch.mask, state.version - batch.versions, 0)
     stats = self._score_all(state.params, batch) if self._score_first else None
     scored = _log_weights(batch, stats.logprobs) if stats is not None else None
-    advantages = self._advantages(AdvantageInputs(batch.rewards, batch.groups, batch.mask, scored, stats))
     anchor = stats.logprobs if stats is not None else None
-    grads, denominator, loss, collected = self._accumulate(state.params, batch, advantages, lag, anchor)
+    reference = None
+    if reference_params is not None:
+      reference = self._score_all(_with_frozen(state.params, reference_params), batch).logprobs
+    advantages = self._advantages(
+      AdvantageInputs(batch.rewards, batch.groups, batch.mask, scored, stats, batch.logprobs, reference)
+    )
+    grads, denominator, loss, collected = self._accumulate(state.params, batch, advantages, lag, anchor, reference)
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
     log_weights = _log_weights(batch, collected.logprobs)
     trainable, frozen = models.split_trainable(state.params)
@@ -213,7 +259,7 @@ class Learner:
       "loss": losses.divide_or_zero(loss, denominator),
       "grad/norm": optax.tree.norm(grads),
       "update/norm": optax.tree.norm(updates),
-      **batch_metrics(batch, collected, lag, log_weights, advantages),
+      **batch_metrics(batch, collected, lag, log_weights, advantages, reference),
       **optimizer_metrics(opt_state),
     }
     return TrainState(params, opt_state, optax.safe_increment(state.version)), metrics
@@ -226,7 +272,9 @@ class Learner:
     """[R, T] of one micro-batch to [B, C]; entries of other micro-batches' sequences are meaningless."""
     return jnp.take(values.reshape(-1), batch.index)
 
-  def _accumulate(self, params: Any, batch: Batch, advantages: Array, lag: Array, anchor: Array | None):
+  def _accumulate(
+    self, params: Any, batch: Batch, advantages: Array, lag: Array, anchor: Array | None, reference: Array | None
+  ):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
     trainable, frozen = models.split_trainable(params)
 
@@ -235,7 +283,7 @@ class Learner:
       stats = self._score({**frozen, **trainable}, *rows)
       logprobs, entropy = (self._to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
       logprobs = jnp.where(mask, logprobs, 0.0)
-      out = self._loss(LossInputs(logprobs, batch.logprobs, advantages, mask, lag, anchor))
+      out = self._loss(LossInputs(logprobs, batch.logprobs, advantages, mask, lag, anchor, reference))
       counted = mask if self._count_rejected else mask & out.keep
       numerator, denominator = self._aggregate(out.loss, counted)
       return numerator, (denominator, mask, Collected(logprobs, entropy, out.clipped, out.keep))
@@ -266,6 +314,11 @@ class Learner:
 
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
     return jax.lax.fori_loop(0, batch.used, body, models.TokenStats(zeros, zeros, zeros))
+
+
+def _with_frozen(params: models.Params, trainable: models.Params) -> models.Params:
+  """`trainable` in the place of what is trained of `params`."""
+  return {**models.split_trainable(params)[1], **trainable}
 
 
 def _log_weights(batch: Batch, logprobs: Array) -> Array:

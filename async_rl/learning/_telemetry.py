@@ -40,7 +40,7 @@ def optimizer_metrics(opt_state: optax.OptState) -> dict[str, Array]:
 
 
 def batch_metrics(
-  batch: Batch, collected: Collected, lag: Array, log_weights: Array, advantages: Array
+  batch: Batch, collected: Collected, lag: Array, log_weights: Array, advantages: Array, reference: Array | None
 ) -> dict[str, Array]:
   """Metrics of a whole batch, float32 [] each.
 
@@ -50,6 +50,7 @@ def batch_metrics(
     lag: int32 [B, C].
     log_weights: float32 [B], raw sequence log-weights.
     advantages: float32 [B].
+    reference: float32 [B, C], log-probabilities under the reference policy if there is one.
   """
   mask = batch.mask
   tokens = jnp.sum(mask, axis=1)
@@ -62,7 +63,7 @@ def batch_metrics(
   largest = lambda x, where: jnp.max(jnp.where(where, x, -jnp.inf).astype(jnp.float32), initial=-jnp.inf)
   ratio = losses.clamped_exp(log_ratio)
   zero_variance = losses.zero_variance_fraction(batch.rewards, batch.groups, batch.rewards.shape[0])
-  return {
+  metrics = {
     "reward/mean": jnp.mean(batch.rewards),
     "reward/std": jnp.std(batch.rewards),
     "reward/frac_zero_std": zero_variance,
@@ -87,6 +88,10 @@ def batch_metrics(
     "tokens/trained": jnp.sum(collected.keep & mask, dtype=jnp.float32),
     "tokens/fill": _fill(batch),
   }
+  if reference is not None:
+    # Unbiased for KL(mu || reference) of whole sequences, because mu drew them.
+    metrics["kl/reference"] = mean(jnp.sum(jnp.where(mask, batch.logprobs - reference, 0.0), axis=1), rows)
+  return metrics
 
 
 def _fill(batch: Batch) -> Array:

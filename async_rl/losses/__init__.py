@@ -43,6 +43,7 @@ from async_rl.losses._preference import best_of_n
 from async_rl.losses._preference import best_rows
 from async_rl.losses._preference import dpo_loss
 from async_rl.losses._preference import ipo_loss
+from async_rl.losses._preference import preference_advantages
 from async_rl.losses._preference import preference_pairs
 from async_rl.losses._ratios import LOG_CLAMP
 from async_rl.losses._ratios import clamped_exp

@@ -4,12 +4,14 @@ References:
   Noukhovitch et al., Asynchronous RLHF, 2024, https://arxiv.org/abs/2410.18252
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl.losses._aggregation import divide_or_zero
 from async_rl.losses._policy import PolicyLoss
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import check_rows
@@ -95,6 +97,56 @@ def ipo_loss(
   Array([25.], dtype=float32)
   """
   return jnp.square(_margin(best, worst, reference_best, reference_worst) - 1.0 / (2.0 * beta))
+
+
+def preference_advantages(
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  num_groups: int,
+  *,
+  logprobs: ArrayLike,
+  reference: ArrayLike,
+  mask: ArrayLike,
+  loss: Callable[..., jax.Array] = dpo_loss,
+  beta: float = 0.1,
+) -> jax.Array:
+  """Advantages with which `reinforce` has the gradient of a preference loss, whose pairs may then be torn apart.
+
+  The loss of the batch is a function of the sequence log-probabilities s_i, so its gradient is Σ_i (∂loss/∂s_i) ∇s_i.
+  The coefficients need the whole batch, scored under the weights that are trained; ∇s_i needs one sequence at a time,
+  in any micro-batch. With A_i = −N ∂loss/∂s_i, N the sequences with trained tokens, the gradients agree exactly if
+  `reinforce` is aggregated by `constant` with ``max_length=1``. The loss is the mean over the groups that have a
+  preference (best and worst completion differ in reward); sequences outside of the pairs get 0.
+
+  Args:
+    rewards: [B].
+    groups: int [B].
+    num_groups: static number of groups.
+    logprobs: [B, T] under the weights that are trained, at their current value.
+    reference: [B, T] under the reference policy.
+    mask: bool [B, T].
+    loss: `dpo_loss` or `ipo_loss`.
+    beta: of the loss.
+
+  Returns:
+    float32 [B], without gradient.
+
+  >>> two = jnp.zeros((2, 1))
+  >>> arguments = dict(logprobs=two, reference=two, mask=two == 0)
+  >>> preference_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), 1, **arguments)  # 2 · beta · sigmoid(0)
+  Array([ 0.1, -0.1], dtype=float32)
+  """
+  pairs = preference_pairs(rewards, groups, num_groups)
+  check_mask(mask, logprobs=logprobs, reference=reference)
+  sums = lambda x: jnp.sum(jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0), axis=-1)
+  chosen = sums(reference)[pairs.best], sums(reference)[pairs.worst]
+
+  def mean_loss(sequences: jax.Array) -> jax.Array:
+    per_pair = loss(sequences[pairs.best], sequences[pairs.worst], *chosen, beta=beta)
+    return divide_or_zero(jnp.sum(jnp.where(pairs.valid, per_pair, 0.0)), jnp.sum(pairs.valid, dtype=jnp.float32))
+
+  trained = jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32)
+  return -trained * jax.grad(mean_loss)(jax.lax.stop_gradient(sums(logprobs)))
 
 
 def best_rows(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:

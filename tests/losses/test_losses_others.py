@@ -107,6 +107,25 @@ def test_dpo_and_ipo():
   close(far, [1e3])
 
 
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_preference_advantages(loss):
+  """Closed forms in float64: −N/pairs · ∂loss/∂s at best and worst, 0 elsewhere."""
+  rng = np.random.default_rng(0)
+  logprobs, ref = rng.normal(size=(2, 7, 3))
+  mask = rng.random((7, 3)) < 0.8
+  mask[6] = False  # a sequence without tokens is not counted
+  rewards, groups = np.array([0.0, 2.0, 1.0, 5.0, 5.0, 3.0, 4.0]), np.array([0, 0, 0, 1, 1, 2, 2])
+  margin = lambda best, worst: ((logprobs - ref) * mask)[[best, worst]].sum(1) @ [1, -1]
+  beta, expected = 0.3, np.zeros(7)
+  for best, worst in ((1, 0), (6, 5)):  # group 1 has no preference
+    slope = {"dpo": -beta / (1 + np.exp(beta * margin(best, worst))), "ipo": 2 * (margin(best, worst) - 0.5 / beta)}
+    expected[[best, worst]] = -6 / 2 * slope[loss] * np.array([1, -1])
+  found = losses.preference_advantages(
+    rewards, groups, 3, logprobs=logprobs, reference=ref, mask=mask, loss=getattr(losses, f"{loss}_loss"), beta=beta
+  )
+  close(found, expected)
+
+
 def test_best_of_n():
   rng = np.random.default_rng(0)
   lp, mask = -rng.random((4, 3)).astype(np.float32), rng.random((4, 3)) < 0.8
