@@ -6,4 +6,6 @@ from async_rl.learning._learner import SEQUENCE_MEAN as SEQUENCE_MEAN
 from async_rl.learning._learner import AdvantageInputs as AdvantageInputs
 from async_rl.learning._learner import Learner as Learner
 from async_rl.learning._learner import LossInputs as LossInputs
+from async_rl.learning._rlhf import KL as KL
 from async_rl.learning._rlhf import RLHF as RLHF
+from async_rl.learning._rlhf import Method as Method

@@ -92,8 +92,8 @@ class Learner:
   With adapters (`Policy.lora`) gradient, optimizer state and norms are of the adapters alone, and so is all that
   stabilizers see; the other parameters pass through untouched.
 
-  A frozen reference policy is given by `set_reference`, before the first step; it then scores each batch once. It shares
-  what is not trained with the policy.
+  A frozen reference policy is given by `set_reference`, before the first step; it then scores each batch once. What is
+  not trained it shares with the policy.
 
   Args:
     policy: the architecture; its `remat` applies here.
@@ -230,7 +230,7 @@ class Learner:
   # What is jitted.
 
   def _train(
-    self, state: TrainState, batch: Batch, reference_params: models.Params | None
+    self, state: TrainState, batch: Batch, reference_params: models.Params | None = None
   ) -> tuple[TrainState, dict[str, Array]]:
     lag = jnp.where(batch.mask, state.version - batch.versions, 0)
     stats = self._score_all(state.params, batch) if self._score_first else None

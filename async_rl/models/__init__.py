@@ -31,6 +31,7 @@ from async_rl.models._policy import Policy
 from async_rl.models._policy import as_used
 from async_rl.models._policy import limit_vocabulary
 from async_rl.models._policy import unstack_layers
+from async_rl.models._reward_model import RewardModel
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import RULES
 from async_rl.models._sharding import param_shardings

@@ -21,6 +21,7 @@ RULES: Sequence[tuple[str, PartitionSpec]] = (
   (r"(o|down)/kernel$", PartitionSpec("tensor", "fsdp")),
   (r"scale$", PartitionSpec()),
   (r"^adapters/", PartitionSpec()),  # small
+  (r"^value_head/", PartitionSpec()),
 )
 
 #: Mesh axes over which rows (sequences, slots) are split.

@@ -11,6 +11,7 @@ from async_rl.runtime._conversations import Scored as Scored
 from async_rl.runtime._evaluation import complete as complete
 from async_rl.runtime._evaluation import evaluate as evaluate
 from async_rl.runtime._experiment import Experiment as Experiment
+from async_rl.runtime._kept import kept as kept
 from async_rl.runtime._ledger import Ledger as Ledger
 from async_rl.runtime._mesh import Meshes as Meshes
 from async_rl.runtime._mesh import make_mesh as make_mesh
@@ -27,6 +28,10 @@ from async_rl.runtime._records import completions_to_arrays as completions_to_ar
 from async_rl.runtime._records import drawn_tokens as drawn_tokens
 from async_rl.runtime._report import compare_runs as compare_runs
 from async_rl.runtime._report import write_report as write_report
+from async_rl.runtime._reward_model import abstract_reward_model as abstract_reward_model
+from async_rl.runtime._reward_model import make_scorer as make_scorer
+from async_rl.runtime._reward_model import pair_accuracy as pair_accuracy
+from async_rl.runtime._reward_model import train_reward_model as train_reward_model
 from async_rl.runtime._run import Interrupted as Interrupted
 from async_rl.runtime._run import Summary as Summary
 from async_rl.runtime._run import train as train
@@ -35,5 +40,7 @@ from async_rl.runtime._run_folder import RunFolderError as RunFolderError
 from async_rl.runtime._schedule import LagDistribution as LagDistribution
 from async_rl.runtime._schedule import ScheduleRecorder as ScheduleRecorder
 from async_rl.runtime._schedule import read_schedule as read_schedule
+from async_rl.runtime._scorer import RewardModelScorer as RewardModelScorer
+from async_rl.runtime._scorer import TextLimits as TextLimits
 from async_rl.runtime._supervised import train_supervised as train_supervised
 from async_rl.runtime._weights import WeightStore as WeightStore

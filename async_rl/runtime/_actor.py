@@ -42,6 +42,7 @@ class Actor:
     rewards: scores completions, and answers for the tools of a task.
     ledger: is told of every token drawn.
     recorder: of the schedule.
+    scorer: scores completions in its place.
   """
 
   def __init__(
@@ -51,10 +52,11 @@ class Actor:
     rewards: tasks.RewardPool,
     ledger: Ledger,
     recorder: ScheduleRecorder,
+    scorer: tasks.Scorer | None = None,
   ):
     self._parts, self._engine, self._buffer = parts, parts.engine, buffer
     self._ledger, self._recorder = ledger, recorder
-    self.conversations = Conversations(parts, parts.engine, rewards, parts.experiment.samples)
+    self.conversations = Conversations(parts, parts.engine, rewards, parts.experiment.samples, scorer)
     self._failed_in_a_row = 0
     self._lock, self._gate = threading.Lock(), threading.Lock()
     #: Version of the weights that the actor gave the sampler, -1 before the first; others may have used it before.

@@ -73,9 +73,18 @@ class Conversations:
     engine: the sampler.
     rewards: asks the task.
     samples: K, samples of a group.
+    scorer: gives the rewards in the place of the task.
   """
 
-  def __init__(self, parts: Parts, engine: sampling.Engine, rewards: tasks.RewardPool, samples: int):
+  def __init__(
+    self,
+    parts: Parts,
+    engine: sampling.Engine,
+    rewards: tasks.RewardPool,
+    samples: int,
+    scorer: tasks.Scorer | None = None,
+  ):
+    self._scorer = scorer or rewards
     self._parts, self._engine, self._rewards, self._samples = parts, engine, rewards, samples
     self._open: dict[int, _Open] = {}
 
@@ -92,7 +101,7 @@ class Conversations:
     """Asks the task to answer a sample that the sampler has finished, or for its reward if it has ended."""
     group, sample = self._open[completion.ticket], completion.sample
     group.completions[sample] = completion
-    turns = (*group.turns.get(sample, ()), self._last_turn(completion))
+    turns = (*group.turns.get(sample, ()), self.last_turn(completion))
     if not self._parts.multi_turn or completion.finish != STOP or (len(turns) + 1) // 2 >= self._max_turns:
       self._end(completion)
     else:
@@ -152,6 +161,11 @@ class Conversations:
     """The model's turns in a completion."""
     return int(np.count_nonzero(self._ends(completion)[:-1])) + 1
 
+  def last_turn(self, completion: Completion) -> str:
+    """Text of what the model wrote last."""
+    before = np.flatnonzero((self._ends(completion) | ~completion.mask)[:-1])
+    return self._parts.decode(completion.tokens[before[-1] + 1 if len(before) else 0 :])
+
   # Checkpoints.
 
   def held(self) -> list[Completion]:
@@ -195,7 +209,7 @@ class Conversations:
         self._end(completion._replace(finish=LENGTH))
       else:
         del group.completions[sample]
-        group.turns[sample] = (*group.turns.get(sample, ()), self._last_turn(completion), answer.text)
+        group.turns[sample] = (*group.turns.get(sample, ()), self.last_turn(completion), answer.text)
         self._engine.resume(group.request, completion, tokens)
 
   def _end(self, completion: Completion, reason: str = "earlier") -> None:
@@ -206,13 +220,8 @@ class Conversations:
       reward: Future[tasks.RewardResult] = Future()
       reward.set_result(tasks.RewardResult(self._rewards.failure_value, True, f"tool call {reason}"))
     else:
-      reward = self._rewards.submit(group.request.prompt, self._last_turn(completion), completion.finish)
+      reward = self._scorer.submit(group.request.prompt, self.last_turn(completion), completion.finish)
     group.rewards[completion.sample] = reward
-
-  def _last_turn(self, completion: Completion) -> str:
-    """Text of what the model wrote last."""
-    before = np.flatnonzero((self._ends(completion) | ~completion.mask)[:-1])
-    return self._parts.decode(completion.tokens[before[-1] + 1 if len(before) else 0 :])
 
   def _ends(self, completion: Completion) -> np.ndarray:
     """Bool [T], whether a token is drawn and ends a turn."""

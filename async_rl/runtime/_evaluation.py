@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
+from async_rl import learning
+from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
 from async_rl.runtime._conversations import Conversations
@@ -13,6 +16,7 @@ from async_rl.runtime._conversations import Scored
 from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
 from async_rl.types import LENGTH
+from async_rl.types import Group
 from async_rl.types import Prompt
 from async_rl.types import Request
 
@@ -49,17 +53,48 @@ def evaluate(
   prompts: Sequence[Prompt],
   rewards: tasks.RewardPool,
   samples: int = 1,
+  *,
+  proxy: tasks.Scorer | None = None,
+  policy: models.Params | None = None,
 ) -> dict[str, float]:
   """Completes `prompts` with an idle engine under its current weights and scores the completions.
 
+  Args:
+    parts: of the run.
+    engine: the sampler.
+    prompts: to complete.
+    rewards: the judge.
+    samples: of each prompt.
+    proxy: what stands in for the judge in training, such as a reward model.
+    policy: the learner's parameters, to measure their distance to its reference policy; the engine must have the same
+      and sample at the run's temperature.
+
   Returns:
-    `accuracy` (mean reward), `length` (mean drawn tokens) and `truncated` (share that hit the length limit).
+    `accuracy` (mean reward), `length` (mean drawn tokens) and `truncated` (share that hit the length limit). With
+    `proxy` its mean reward; with `policy`, `kl_reference`, the mean over completions of log pi - log pi_ref: an
+    unbiased estimate of the KL of whole sequences.
   """
   requests = [parts.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
   groups = complete(parts, engine, requests, samples, rewards)
   completions = [c for group in groups for c in group.completions]
-  return {
+  found = {
     "accuracy": float(np.mean([result.value for group in groups for result in group.results])),
     "length": float(np.mean([np.count_nonzero(c.mask) for c in completions])),
     "truncated": float(np.mean([c.finish == LENGTH for c in completions])),
   }
+  if proxy is not None:
+    text = Conversations(parts, engine, rewards, samples).last_turn
+    futures = [proxy.submit(g.request.prompt, text(c), c.finish) for g in groups for c in g.completions]
+    found["proxy"] = float(np.mean([future.result().value for future in futures]))
+  if policy is not None:
+    found["kl_reference"] = _distance(parts, policy, groups)
+  return found
+
+
+def _distance(parts: Parts, policy: models.Params, groups: Sequence[Scored]) -> float:
+  """Mean over completions of log pi - log pi_ref."""
+  count = sum(len(group.completions) for group in groups)
+  whole = [Group(g.request, g.completions, np.zeros(len(g.completions), np.float32)) for g in groups]
+  batch = learning.pack(whole, dataclasses.replace(parts.learner.shape, sequences=count))
+  reference = np.asarray(parts.learner.score_reference(policy, batch))
+  return float(np.sum(batch.logprobs - reference, where=batch.mask) / count)

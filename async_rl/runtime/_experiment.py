@@ -65,7 +65,8 @@ class Experiment:
   epochs: int | None = None
   #: Largest lag of a trained token, in optimizer steps. Ignored by "sync", where it is 0.
   max_lag: int = 4
-  #: Lag of the "simulated" mode: "fixed", "uniform" or "heavy" (tailed) up to max_lag, or a recorded schedule.jsonl.
+  #: Lag of the "simulated" mode: "fixed", "uniform" or "heavy" (tailed) up to max_lag, "rounds" of max_lag + 1 batches
+  #: sampled at a time, or a recorded schedule.jsonl.
   lag: str = "fixed"
 
   #: Groups (prompts) per optimizer step.
@@ -100,6 +101,8 @@ class Experiment:
 
   #: Score each batch before training on it, for losses with an anchor and advantages that need the current policy.
   score_first: bool = False
+  #: Keep the starting weights as a reference policy, for losses, advantages and metrics of the distance to it.
+  reference: bool = False
 
   #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
   reward_workers: int = 2
@@ -170,6 +173,11 @@ class Experiment:
   def aggregate(self, loss: Array, mask: Array) -> tuple[Array, Array]:
     """Numerator and denominator of the batch's loss from per-token loss and mask, [B, C] each."""
     return losses.aggregate(loss, mask, "sequence_mean")
+
+  def scorer(self, parts: Parts) -> tasks.Scorer | None:
+    """What rewards training samples, such as a reward model; `None`: the task, which judges evaluations in any case."""
+    del parts
+    return None
 
   def start(self, parts: Parts) -> models.Params | None:
     """Parameters to start from, on any device; adapters that they lack are fresh. `None`: random ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import threading
 import time
@@ -14,12 +15,14 @@ from typing import NamedTuple
 import jax
 
 from async_rl import learning
+from async_rl import models
 from async_rl import tasks
 from async_rl.runtime._actor import Actor
 from async_rl.runtime._buffer import EndOfData
 from async_rl.runtime._buffer import RolloutBuffer
 from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._kept import kept
 from async_rl.runtime._ledger import Ledger
 from async_rl.runtime._metrics import MetricsBuffer
 from async_rl.runtime._metrics import MetricsWriter
@@ -72,15 +75,16 @@ def train(experiment: Experiment) -> Summary:
   """
   text = json.dumps({"config": experiment.name, **dataclasses.asdict(experiment)}, indent=2) + "\n"
   folder = RunFolder.open(experiment.run_dir, text, experiment.fingerprint(), overwrite=experiment.overwrite)
-  with tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout) as rewards:
-    return _Run(experiment, folder, rewards).train()
+  with tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout) as gold:
+    return _Run(experiment, folder, gold).train()
 
 
 class _Run:
   """One run in progress. Everything but the actor thread's calls happens in the caller's thread."""
 
-  def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool):
-    self.experiment, self.folder, self.rewards = experiment, folder, rewards
+  def __init__(self, experiment: Experiment, folder: RunFolder, gold: tasks.RewardPool):
+    self.experiment, self.folder, self.gold = experiment, folder, gold
+    self.scorer: tasks.Scorer | None = None  # of training samples in place of `gold`
     self.parts = Parts(experiment)
     self.checkpoints = self.parts.make_checkpointer(folder.checkpoints)
     self.ledger = Ledger()
@@ -123,7 +127,10 @@ class _Run:
     self.progress = Progress(e.steps, self.version)
     stack.callback(self.progress.close)
     self.pending = MetricsBuffer()
-    self.actor = Actor(self.parts, self.buffer, self.rewards, self.ledger, self.recorder)
+    self.scorer = e.scorer(self.parts)
+    if self.scorer is not None:
+      stack.callback(self.scorer.close)
+    self.actor = Actor(self.parts, self.buffer, self.gold, self.ledger, self.recorder, self.scorer)
     stack.callback(self.buffer.close)
     if host:
       self._restore_host(host)
@@ -317,20 +324,23 @@ class _Run:
       "sampler/occupancy": change["generated"] / max(change["slot_steps"], 1.0),
       "queue/pending": counts["pending"],
       "queue/complete": counts["complete"],
-      "reward/failures": sum(self.rewards.failures.values()),
+      "reward/failures": sum((self.scorer or self.gold).failures.values()),
       "groups/failed": counts["failed"],
       **self.actor.conversations.metrics(groups),
     }
 
   def _evaluate(self) -> None:
     """Held-out accuracy of the current version; the sampler goes on meanwhile."""
+    e = self.experiment
     if not self.parts.held_out or self.version in self.accuracy:
       return
     self._flush_metrics()
     engine = self.parts.evaluator
     with self._turn():
       engine.set_weights(self.state.params, self.version)
-      found = evaluate(self.parts, engine, self.parts.held_out, self.rewards)
+      # Greedy samples say nothing about the distance to the reference.
+      policy = self.state.params if e.reference and e.evaluation_config().temperature == e.temperature else None
+      found = evaluate(self.parts, engine, self.parts.held_out, self.gold, proxy=self.scorer, policy=policy)
     self.accuracy[self.version] = found["accuracy"]
     self.writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
     self.progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}")
@@ -347,10 +357,21 @@ class _Run:
     if self.checkpoints.latest_step is not None:
       self.state, host = self.checkpoints.restore(self.parts.learner.abstract())
       self.version = int(self.state.version)
+      self._set_reference()
       return host
     key = jax.random.key(self.experiment.seed)
     self.state = self.parts.learner.init(key, self.experiment.start(self.parts))
+    shutil.rmtree(self.folder.reference, ignore_errors=True)  # of a run that ended before its first checkpoint
+    self._set_reference()
     return None
+
+  def _set_reference(self) -> None:
+    """The reference policy is what the run started from; it is kept in a checkpoint of its own, written once."""
+    if self.experiment.reference:
+      learner, model = self.parts.learner, dataclasses.asdict(self.parts.policy.config)
+      trained = lambda params: models.split_trainable(params)[0]
+      abstract, make = trained(learner.abstract().params), lambda: trained(self.state.params)
+      learner.set_reference(kept(self.folder.reference, abstract, {"model": model}, make))
 
   def _restore_host(self, host: dict[str, Any]) -> None:
     self.buffer.restore(host["buffer"], self.parts.prompts, host["actor"]["tickets"].tolist())

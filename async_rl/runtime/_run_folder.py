@@ -35,6 +35,11 @@ class RunFolder:
     return self.path / "checkpoints"
 
   @property
+  def reference(self) -> pathlib.Path:
+    """Checkpoint of the reference policy."""
+    return self.path / "reference"
+
+  @property
   def metrics(self) -> pathlib.Path:
     """Metrics, one JSON object a line."""
     return self.path / "metrics.jsonl"

@@ -29,7 +29,7 @@ import numpy as np
 Event = tuple[Any, ...]
 
 #: Distributions of simulated lag.
-LAG_KINDS = ("fixed", "uniform", "heavy")
+LAG_KINDS = ("fixed", "uniform", "heavy", "rounds")
 #: Events that wait in memory before they are written.
 _BUFFERED = 256
 
@@ -109,7 +109,8 @@ class LagDistribution:
   Attributes:
     max_lag: the largest lag, >= 0.
     kind: "fixed": always max_lag. "uniform": 0 to max_lag, equally likely. "heavy": P(lag >= n) = (1 + n)^-tail,
-      cut off at max_lag: mostly fresh, now and then very old.
+      cut off at max_lag: mostly fresh, now and then very old. "rounds": 0, 1, ..., max_lag and again, because
+      max_lag + 1 batches are sampled at a time (the off-policyness N = max_lag + 1 of Asynchronous RLHF).
     seed: of the random kinds.
     tail: exponent of "heavy"; smaller is heavier.
   """
@@ -123,7 +124,7 @@ class LagDistribution:
     if self.max_lag < 0:
       raise ValueError(f"max_lag must be >= 0, got max_lag={self.max_lag}")
     if self.kind not in LAG_KINDS:
-      raise ValueError(f'kind of lag must be "fixed", "uniform" or "heavy", got kind={self.kind!r}')
+      raise ValueError(f"kind of lag must be one of {', '.join(LAG_KINDS)}, got kind={self.kind!r}")
     if not self.tail > 0:
       raise ValueError(f"tail must be > 0, got tail={self.tail}")
 
@@ -131,6 +132,8 @@ class LagDistribution:
     """Lag that step `step` should have (it is less at the very start, where nothing so old exists)."""
     if self.kind == "fixed":
       return self.max_lag
+    if self.kind == "rounds":
+      return step % (self.max_lag + 1)
     uniform = np.random.Generator(np.random.Philox(key=self.seed, counter=step)).random()
     if self.kind == "uniform":
       return int(uniform * (self.max_lag + 1))

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 from typing import cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import tasks
 from async_rl.runtime._evaluation import evaluate
+from async_rl.runtime._fit import adam
+from async_rl.runtime._fit import fit
+from async_rl.runtime._fit import written
 from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
-from async_rl.types import STOP
-from async_rl.types import Completion
 from async_rl.types import Group
 
 _PROBE = 32  # held-out prompts of a check
@@ -57,13 +56,10 @@ def train_supervised(
     RuntimeError: if `accuracy` is not reached in `steps`.
   """
   learner = _make_learner(parts, learning_rate, sequences)
-  state = learner.init(jax.random.key(parts.experiment.seed), params)
   solutions = _solutions(parts, np.random.default_rng(parts.experiment.seed))
   reached = 0.0
   with tasks.RewardPool(parts.task, workers=0) as rewards:
-    for step in range(1, steps + 1):
-      batch = learning.pack(list(itertools.islice(solutions, sequences)), learner.shape)
-      state, metrics = learner.step(state, learner.put(batch))
+    for step, state, metrics in fit(learner, params, solutions, sequences, steps, parts.experiment.seed):
       if step % check_every == 0 or step == steps:
         reached = _probe(parts, state.params, rewards)
         loss = float(metrics["loss"])
@@ -80,18 +76,12 @@ def train_supervised(
 
 def _make_learner(parts: Parts, learning_rate: float, sequences: int) -> learning.Learner:
   """Maximum likelihood: REINFORCE with all advantages 1, averaged over tokens."""
-  experiment = parts.experiment
   return learning.Learner(
     parts.policy,
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, learning_rate, 20), b2=0.95)),
+    adam(learning_rate),
     lambda x: losses.reinforce(x.logprobs, x.behaviour, x.advantages, x.mask),
     lambda x: jnp.ones_like(x.rewards),
-    learning.BatchShape(
-      sequences=sequences,
-      row_tokens=experiment.batch_shape().row_tokens,
-      rows=experiment.rows,
-      completion_tokens=experiment.max_completion_tokens,
-    ),
+    dataclasses.replace(parts.experiment.batch_shape(), sequences=sequences),
     parts.meshes.learner,
     aggregate=functools.partial(losses.aggregate, method="token_mean"),
   )
@@ -111,12 +101,10 @@ def _solutions(parts: Parts, rng: np.random.Generator):
   while too_long < _MOST_TOO_LONG:
     prompt = parts.prompts[int(rng.integers(len(parts.prompts)))]
     text = task.solution(prompt, rng)
-    tokens = np.array([*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]], np.int32)
+    tokens = [*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]]
     too_long = too_long + 1 if len(tokens) > limit else 0
     if not too_long:
-      zeros = np.zeros(len(tokens), np.float32)
-      completion = Completion(0, 0, tokens, zeros, zeros.astype(np.int32), np.ones(len(tokens), bool), STOP)
-      yield Group(parts.encode(UNTRAINED_TICKETS, prompt), (completion,), np.ones(1, np.float32))
+      yield Group(parts.encode(UNTRAINED_TICKETS, prompt), (written(tokens),), np.ones(1, np.float32))
   raise ValueError(
     f"{too_long} solutions in a row are longer than max_completion_tokens={limit}, the last one has {len(tokens)} "
     "tokens; raise max_completion_tokens."

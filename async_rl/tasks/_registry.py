@@ -11,6 +11,7 @@ from async_rl.tasks._calculator import Calculator
 from async_rl.tasks._countdown import Countdown
 from async_rl.tasks._countdown import CountdownSteps
 from async_rl.tasks._gsm8k import GSM8K
+from async_rl.tasks._keywords import KeyWords
 from async_rl.tasks._maths import Maths
 from async_rl.tasks._reasoning_gym import ReasoningGym
 from async_rl.tasks._summaries import Summaries
@@ -24,6 +25,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
   "countdown": Countdown,
   "countdown_steps": CountdownSteps,
   "gsm8k": GSM8K,
+  "keywords": KeyWords,
   "maths": Maths,
   "reasoning_gym": ReasoningGym,
   "summaries": Summaries,

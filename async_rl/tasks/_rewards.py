@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 from async_rl.tasks._task import Task
 from async_rl.tasks._task import ToolTask
@@ -53,6 +54,20 @@ class ToolResult(NamedTuple):
   text: str | None
   failed: bool = False
   reason: str = ""
+
+
+class Scorer(Protocol):
+  """What a run asks for rewards: a `RewardPool`, or a reward model."""
+
+  @property
+  def failures(self) -> dict[str, int]:
+    """How many judgements failed so far, by the first word of the reason."""
+
+  def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
+    """Queues one completion."""
+
+  def close(self) -> None:
+    """Ends it; what waits is cancelled."""
 
 
 def judge(task: Task, prompt: Prompt, text: str, finish: str) -> RewardResult:

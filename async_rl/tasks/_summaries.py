@@ -7,24 +7,16 @@ import os
 import re
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 
 from async_rl.tasks._jsonl import read_jsonl
 from async_rl.tasks._records import as_text
+from async_rl.tasks._task import Preference
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
 from async_rl.types import STOP
 from async_rl.types import Prompt
-
-
-class Preference(NamedTuple):
-  """Two summaries of one post, for training a reward model: `chosen` was preferred to `rejected`."""
-
-  prompt: str
-  chosen: str
-  rejected: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 from typing import Protocol
 
 import numpy as np
@@ -48,6 +49,27 @@ class SupervisedTask(Task, Protocol):
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
     """A completion of `prompt` (without the end token) that earns the full reward."""
+
+
+class Preference(NamedTuple):
+  """Two completions of one prompt, for training a reward model: `chosen` was preferred to `rejected`.
+
+  Attributes:
+    prompt: as `Prompt.text`.
+    chosen: without the end token, like `rejected`.
+    rejected: the other one.
+  """
+
+  prompt: str | list[dict[str, str]]
+  chosen: str
+  rejected: str
+
+
+class PreferenceTask(Task, Protocol):
+  """A task with comparisons of completions, from which a reward model can be trained."""
+
+  def preferences(self, split: str) -> Sequence[Preference]:
+    """The comparisons of `split`."""
 
 
 class ToolTask(Task, Protocol):

@@ -1,5 +1,6 @@
 """The methods of Asynchronous RLHF against their losses written out over whole, unpacked sequences."""
 
+import dataclasses
 import functools
 
 import jax
@@ -31,9 +32,9 @@ def groups():
   return [*made[:-1], made[-1]._replace(rewards=np.ones(SAMPLES, np.float32))]
 
 
-def make_learner(rlhf, shape=None, mesh=None, reference=1, optimizer=None):
+def make_learner(rlhf, shape=None, mesh=None, reference=1, optimizer=None, policy=POLICY):
   learner = learning.Learner(
-    POLICY,
+    policy,
     optimizer or optax.sgd(1.0),
     rlhf.loss,
     rlhf.advantages,
@@ -49,7 +50,7 @@ def make_learner(rlhf, shape=None, mesh=None, reference=1, optimizer=None):
 
 
 def one_step(learner, state=None):
-  state = state or learner.from_params(params_of(0))
+  state = state or learner.init(jax.random.key(0), params_of(0))
   state, metrics = learner.step(state, learner.put(learning.pack(groups(), learner.shape)))
   return state, {name: float(value) for name, value in metrics.items()}
 
@@ -159,7 +160,7 @@ def test_the_distance_to_the_reference_is_that_of_whole_sequences():
   expected = np.where(b.mask, b.logprobs - reference(), 0.0).sum(1)[b.mask.any(1)].mean()
   assert metrics["kl/reference"] == pytest.approx(expected, rel=1e-5)
   np.testing.assert_allclose(
-    make_learner(learning.RLHF("ipo", GROUPS)).score_reference(b) * b.mask, reference(), atol=1e-5
+    make_learner(learning.RLHF("ipo", GROUPS)).score_reference(params_of(0), b) * b.mask, reference(), atol=1e-5
   )
 
 
@@ -167,10 +168,12 @@ def test_the_reference_stays_while_the_policy_moves_on_a_mesh_as_on_one_device()
   rlhf, mesh = learning.RLHF("online_dpo", GROUPS), make_mesh(data=2, fsdp=2, tensor=2)
   results = []
   for learner in (make_learner(rlhf), make_learner(rlhf, shape_of(rows=4), mesh)):
-    before = jax.device_get(learner.score_reference(batch() if not results else learning.pack(groups(), learner.shape)))
+    before = jax.device_get(
+      learner.score_reference(params_of(0), batch() if not results else learning.pack(groups(), learner.shape))
+    )
     state, first = one_step(learner)
     state, second = one_step(learner, state)
-    after = learner.score_reference(learning.pack(groups(), learner.shape))
+    after = learner.score_reference(params_of(0), learning.pack(groups(), learner.shape))
     np.testing.assert_array_equal(np.where(batch().mask, before, 0), np.where(batch().mask, after, 0))
     assert first["kl/reference"] == second["kl/reference"]
     assert learner.compilations() == 1
@@ -185,6 +188,18 @@ def test_the_reference_is_kept_in_the_compute_dtype():
   dtypes = {str(x.dtype) for x in jax.tree.leaves(learner._reference)}
   assert dtypes == {"bfloat16", "float32"}
   assert learner._reference["layers"]["q"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_with_adapters_the_reference_is_nothing_but_other_adapters():
+  """It costs as much memory, and before the first step it is the policy."""
+  rlhf, policy = learning.RLHF("online_dpo", GROUPS), dataclasses.replace(POLICY, lora=models.LoRA(rank=2))
+  learner = make_learner(rlhf, reference=None, policy=policy, optimizer=optax.sgd(100.0))
+  state = learner.init(jax.random.key(0), params_of(1))
+  learner.set_reference(state.params)
+  assert list(learner._reference) == ["adapters"]
+  state, _ = one_step(learner, state)
+  assert float(jnp.abs(state.params["adapters"]["q"]["b"]).max()) > 1e-3
+  np.testing.assert_allclose(learner.score_reference(state.params, batch()) * batch().mask, reference(), atol=1e-5)
 
 
 def test_a_scoring_pass_that_is_not_used_costs_nothing():
@@ -210,7 +225,7 @@ def test_what_is_missing_is_named():
   with pytest.raises(ValueError, match="ipo needs a learner with a reference policy"):
     one_step(make_learner(learning.RLHF("ipo", GROUPS), reference=None))
   with pytest.raises(ValueError, match="set_reference"):
-    make_learner(learning.RLHF("ipo", GROUPS), reference=None).score_reference(batch())
+    make_learner(learning.RLHF("ipo", GROUPS), reference=None).score_reference(params_of(0), batch())
   with pytest.raises(ValueError, match="one of online_dpo, ipo, .* method='dpo'"):
     learning.RLHF("dpo", GROUPS)
   with pytest.raises(ValueError, match="kl='k3'"):

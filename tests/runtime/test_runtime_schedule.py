@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from async_rl.runtime._schedule import LAG_KINDS
 from async_rl.runtime._schedule import LagDistribution
 from async_rl.runtime._schedule import ScheduleRecorder
 from async_rl.runtime._schedule import read_schedule
@@ -66,7 +67,7 @@ def test_broken_line_is_named(tmp_path):
     list(read_schedule(tmp_path / "schedule.jsonl"))
 
 
-@pytest.mark.parametrize("kind", ["fixed", "uniform", "heavy"])
+@pytest.mark.parametrize("kind", LAG_KINDS)
 @pytest.mark.parametrize("max_lag", [0, 1, 5])
 def test_every_step_is_fed_by_exactly_one_version(kind, max_lag):
   lags = LagDistribution(max_lag, kind, seed=3)
@@ -83,6 +84,7 @@ def test_every_step_is_fed_by_exactly_one_version(kind, max_lag):
 def test_lags_follow_their_distribution():
   n, max_lag = 4000, 7
   assert {LagDistribution(max_lag).lag(step) for step in range(50)} == {max_lag}
+  assert [LagDistribution(2, "rounds").lag(step) for step in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
   uniform = [LagDistribution(max_lag, "uniform", seed=1).lag(step) for step in range(n)]
   share = np.bincount(uniform, minlength=max_lag + 1) / n

@@ -1,0 +1,53 @@
+"""What small learners of labelled data share: supervised training and reward models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import optax
+
+from async_rl import learning
+from async_rl import models
+from async_rl.types import STOP
+from async_rl.types import Completion
+from async_rl.types import Group
+from async_rl.types import TrainState
+
+
+def fit(
+  learner: learning.Learner, params: models.Params | None, data: Iterator[Group], groups: int, steps: int, seed: int
+) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
+  """Takes `steps` optimizer steps and yields each one's number (from 1), state and metrics.
+
+  Args:
+    learner: whose batch has `groups` groups.
+    params: to start from; `None`: random ones.
+    data: without end.
+    groups: in a batch.
+    steps: how many.
+    seed: of random parameters.
+  """
+  state = learner.init(jax.random.key(seed), params)
+  for step in range(1, steps + 1):
+    batch = learning.pack(list(itertools.islice(data, groups)), learner.shape)
+    state, metrics = learner.step(state, learner.put(batch))
+    yield step, state, metrics
+
+
+def adam(learning_rate: float) -> optax.GradientTransformation:
+  """Clipped Adam whose learning rate is reached after 20 steps."""
+  rate = optax.linear_schedule(0.0, learning_rate, 20)
+  return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95))
+
+
+def written(tokens: Sequence[int], sample: int = 0, *, last_only: bool = False) -> Completion:
+  """A completion that no policy drew, to be trained on every token or on the last one."""
+  count = len(tokens)
+  mask = np.arange(count) == count - 1 if last_only else np.ones(count, bool)
+  return Completion(
+    0, sample, np.asarray(tokens, np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32), mask, STOP
+  )

@@ -1,0 +1,42 @@
+"""Parameters that are kept beside a run: the reference policy, and what earlier stages trained."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from async_rl import models
+from async_rl.runtime._checkpoint import Checkpointer
+from async_rl.types import TrainState
+
+
+def kept(
+  folder: pathlib.Path | str,
+  abstract: models.Params,
+  fingerprint: Mapping[str, Any],
+  make: Callable[[], models.Params],
+) -> models.Params:
+  """The parameters kept in `folder`; if there are none yet, makes and keeps them.
+
+  Args:
+    folder: of a checkpoint of its own.
+    abstract: `jax.ShapeDtypeStruct`s with the wanted shardings.
+    fingerprint: JSON-like mapping of what the parameters depend on.
+    make: trains or loads them.
+
+  Raises:
+    CheckpointError: if those in the folder have another fingerprint or shape; the message names the difference.
+  """
+  checkpoints = Checkpointer(folder, keep=1, fingerprint=fingerprint)
+  try:
+    if checkpoints.latest_step is not None:
+      return checkpoints.restore_params(abstract)
+    params = make()
+    checkpoints.save(0, TrainState(params, {}, jnp.zeros([], jnp.int32)), {})
+    return params
+  finally:
+    checkpoints.close()

@@ -1,0 +1,200 @@
+"""A reward model in the place of a reward function."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from async_rl import models
+from async_rl import tasks
+from async_rl.types import STOP
+from async_rl.types import Prompt
+
+
+class TextLimits(NamedTuple):
+  """Tokens of a prompt and of a completion, the end token included."""
+
+  prompt: int
+  completion: int
+
+
+def encode_text(
+  tokenizer: models.Tokenizer, prompt: str | list[dict[str, str]], text: str
+) -> tuple[list[int], list[int]]:
+  """Tokens of a prompt and of a completion that has ended: what a reward model is trained on and asked for."""
+  return tokenizer.encode_prompt(prompt), [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+
+
+class _Job(NamedTuple):
+  future: Future[tasks.RewardResult]
+  tokens: list[int]
+
+
+class RewardModelScorer:
+  """Scores completions by a reward model; a `tasks.Scorer`, so a run takes it in the place of its `RewardPool`.
+
+  A thread scores what waits, up to `rows` texts of about the same length at a time, in one of a few fixed shapes that
+  are compiled at the start. The score of a text does not depend on the texts beside it, so that runs can be repeated
+  bit for bit. A score that is not finite counts as a failure of that sample; an error of the model is raised for
+  everybody who waits, and by `submit` from then on.
+
+  Args:
+    model: the architecture; one device runs it whole.
+    params: its parameters; they are copied to `device` in the compute dtype.
+    tokenizer: of the model.
+    limits: longest prompt and completion. Completions whose text takes more tokens, which happens if they were not
+      drawn in the way in which the tokenizer writes them, are cut off there.
+    rows: texts in a batch.
+    lengths: how many batch shapes there are.
+    missing_end: reward of completions that did not end, which the model is not asked for.
+    device: where to run; default the first.
+  """
+
+  def __init__(
+    self,
+    model: models.RewardModel,
+    params: models.Params,
+    tokenizer: models.Tokenizer,
+    limits: TextLimits,
+    *,
+    rows: int = 16,
+    lengths: int = 4,
+    missing_end: float = -1.0,
+    device: jax.Device | None = None,
+  ):
+    if rows < 1 or lengths < 1:
+      raise ValueError(f"rows and lengths must be at least 1, got rows={rows}, lengths={lengths}.")
+    self._model, self._tokenizer, self._limits = model, tokenizer, limits
+    self._rows, self._missing_end = rows, missing_end
+    self._device = device or jax.devices()[0]
+    self._params = jax.device_put(_prepare(model, params), self._device)
+    self.lengths = tuple(sorted({-(-sum(limits) * i // lengths) for i in range(1, lengths + 1)}))
+    for length in self.lengths:
+      self._values([[0]] * rows, length)
+    self._changed = threading.Condition()
+    self._waiting: dict[int, collections.deque[_Job]] = {length: collections.deque() for length in self.lengths}
+    self._failures: collections.Counter[str] = collections.Counter()
+    self._closed = False
+    self._error: Exception | None = None
+    self._thread = threading.Thread(target=self._serve, name="reward-model", daemon=True)
+    self._thread.start()
+
+  @property
+  def failures(self) -> dict[str, int]:
+    """How many scores failed so far, by reason."""
+    with self._changed:
+      return dict(self._failures)
+
+  def submit(self, prompt: Prompt, text: str, finish: str) -> Future[tasks.RewardResult]:
+    """Queues one completion.
+
+    Raises:
+      ValueError: if the prompt is too long.
+      RuntimeError: if the scorer is closed, or its model failed.
+    """
+    future: Future[tasks.RewardResult] = Future()
+    if finish != STOP:
+      future.set_result(tasks.RewardResult(self._missing_end))
+      return future
+    before, tokens = encode_text(self._tokenizer, prompt.text, text)
+    if len(before) > self._limits.prompt:
+      raise ValueError(
+        f"Prompt {prompt.id} has {len(before)} tokens for the reward model, which takes {self._limits.prompt}; "
+        "raise max_prompt_tokens."
+      )
+    if len(tokens) > self._limits.completion:
+      tokens = [*tokens[: self._limits.completion - 1], tokens[-1]]
+    job = _Job(future, before + tokens)
+    length = next(n for n in self.lengths if n >= len(job.tokens))
+    with self._changed:
+      if self._error is not None:
+        raise RuntimeError(f"The reward model failed: {self._error}") from self._error
+      if self._closed:
+        raise RuntimeError("this RewardModelScorer is closed: submit before close()")
+      self._waiting[length].append(job)
+      self._changed.notify_all()
+    return future
+
+  def close(self) -> None:
+    """Cancels what waits. Idempotent; waits for the batch at hand."""
+    with self._changed:
+      self._closed = True
+      for job in itertools.chain(*self._waiting.values()):
+        job.future.cancel()
+      self._changed.notify_all()
+    self._thread.join()
+
+  def __enter__(self) -> RewardModelScorer:
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
+
+  def _serve(self) -> None:
+    while True:
+      with self._changed:
+        self._changed.wait_for(lambda: self._closed or any(self._waiting.values()))
+        if self._closed:
+          return
+        length, queue = max(self._waiting.items(), key=lambda item: len(item[1]))
+        jobs = [queue.popleft() for _ in range(min(self._rows, len(queue)))]
+      jobs = [job for job in jobs if job.future.set_running_or_notify_cancel()]
+      try:
+        values = self._values([job.tokens for job in jobs], length)
+      except Exception as error:
+        self._give_up(error, jobs)
+        return
+      for job, value in zip(jobs, values):
+        job.future.set_result(self._result(value))
+
+  def _result(self, value: float) -> tasks.RewardResult:
+    if math.isfinite(value):
+      return tasks.RewardResult(value)
+    with self._changed:
+      self._failures["non-finite"] += 1
+    return tasks.RewardResult(0.0, True, f"non-finite reward {value}")
+
+  def _give_up(self, error: Exception, jobs: list[_Job]) -> None:
+    with self._changed:
+      self._error = error
+      waiting = [job for queue in self._waiting.values() for job in queue if job.future.set_running_or_notify_cancel()]
+    for job in [*jobs, *waiting]:
+      job.future.set_exception(error)
+
+  def _values(self, texts: Sequence[Sequence[int]], length: int) -> list[float]:
+    """Scores of up to `rows` texts in the shape [rows, length]."""
+    tokens, counts = np.zeros((self._rows, length), np.int32), np.zeros(self._rows, np.int32)
+    for row, text in enumerate(texts):
+      tokens[row, : len(text)], counts[row] = text, len(text)
+    tokens, counts = jax.device_put((tokens, counts), self._device)
+    return np.asarray(_last_values(self._model, self._params, tokens, counts)).tolist()[: len(texts)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_values(model: models.RewardModel, params: models.Params, tokens: jax.Array, counts: jax.Array) -> jax.Array:
+  """Values of texts [B, T] of `counts` tokens, float32 [B]."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  segments = (positions < counts[:, None]).astype(jnp.int32)
+  values = model.values(params, tokens, segments, positions)
+  return jnp.take_along_axis(values, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prepare(model: models.RewardModel, params: models.Params) -> models.Params:
+  """A copy for use: matrices in the compute dtype, what is small in float32."""
+
+  def copy(path, leaf):
+    small = path[-1].key == "scale" or path[0].key == "value_head"
+    return jnp.array(leaf, jnp.float32 if small else jnp.dtype(model.dtype), copy=True)
+
+  return jax.tree_util.tree_map_with_path(copy, params)
