@@ -47,7 +47,10 @@ class Summaries:
 
   def __post_init__(self):
     if (self.folder is None) == (self.dataset is None):
-      raise ValueError(f"give either folder or dataset, got folder={self.folder!r}, dataset={self.dataset!r}")
+      raise ValueError(
+        f"give either folder (with train.jsonl and test.jsonl) or dataset, got folder={self.folder!r}, "
+        f"dataset={self.dataset!r}"
+      )
 
   @property
   def name(self) -> str:

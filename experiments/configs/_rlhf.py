@@ -49,7 +49,7 @@ class RLHFExperiment(Experiment):
   missing_end: float = -3.0
   #: Folder of the first two stages.
   stages: str = "runs/stages"
-  #: Supervised steps on the task's summaries, 64 each.
+  #: Supervised steps on the task's summaries, 64 each; 0: none, for weights that can summarise already.
   supervised_steps: int = 500
   #: Their learning rate.
   supervised_rate: float = 3e-3
@@ -85,6 +85,8 @@ class RLHFExperiment(Experiment):
 
   def start(self, parts: Parts) -> models.Params:
     steps, rate = self.supervised_steps, self.supervised_rate
+    if not steps and (params := self.pretrained(parts)) is not None:
+      return params
     make = lambda: train_supervised(parts, self.pretrained(parts), steps=steps, learning_rate=rate)
     return self._stage(parts, "supervised", parts.learner.abstract().params, [steps, rate], make)
 

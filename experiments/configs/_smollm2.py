@@ -20,6 +20,11 @@ def _checkpoint(weights: str) -> models.Checkpoint:
   return models.open_checkpoint(models.find_weights(weights))
 
 
+def load_pretrained(weights: str, parts: Parts) -> models.Params:
+  """The weights, on the learner mesh."""
+  return models.load_params(_checkpoint(weights), parts.learner.state_shardings.params)
+
+
 @dataclasses.dataclass(frozen=True)
 class SmolLM2(Experiment):
   """A task for pretrained weights; settings for small models on one GPU with 80 GB."""
@@ -81,7 +86,7 @@ class SmolLM2(Experiment):
     )
 
   def start(self, parts: Parts) -> models.Params:
-    params = models.load_params(_checkpoint(self.weights), parts.learner.state_shardings.params)
+    params = load_pretrained(self.weights, parts)
     if not self.supervised_steps:
       return params
     return train_supervised(parts, params, steps=self.supervised_steps, learning_rate=self.supervised_rate)

@@ -7,6 +7,7 @@ Hardware and time: two CPU cores, minutes.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import optax
 
@@ -30,6 +31,7 @@ class Config(RLHFExperiment):
   max_completion_tokens: int = 10
   slots: int = 64
   decode_chunk: int = 5
+  on_update: Literal["keep", "recompute"] = "recompute"  # weights move fast here, and prompts are short
   rows: int = 32
   reward_workers: int = 0
   eval_every: int = 64

@@ -1,9 +1,11 @@
 """The command: every config runs, is killed and resumed; help and errors are those of a good tool."""
 
 import importlib
+import json
 import os
 import pathlib
 import stat
+import string
 import subprocess
 import sys
 import time
@@ -11,6 +13,8 @@ import time
 import jax
 import pytest
 
+from async_rl import models
+from async_rl import tasks
 from async_rl.runtime import read_metrics
 from experiments import train
 from experiments.configs import load_all
@@ -19,10 +23,38 @@ ROOT = pathlib.Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "data" / "gsm8k"
 
 
+def posts(folder):
+  """The files of the summaries task, made of the key-word task."""
+  if not (folder / "posts").exists():
+    (folder / "posts").mkdir()
+    task = tasks.KeyWords(train=8, test=4)
+    for split in ("train", "test"):
+      records = [{"post": p.text, "summary": p.answer} for p in task.prompts(split)]
+      pairs = [{**pair._asdict(), "prompt": f"POST: {pair.prompt}\n\nTL;DR:"} for pair in task.preferences(split)]
+      for name, rows in ((split, records), (f"{split}_preferences", pairs)):
+        (folder / "posts" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  return folder / "posts"
+
+
+def tiny_weights(folder):
+  """A Hugging Face folder of random weights with a tokenizer of characters."""
+  if not (folder / "weights").exists():
+    config = models.ModelConfig(
+      vocab_size=80, d_model=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=32
+    )
+    params = models.Policy(config, dtype="float32").init(jax.random.key(0))
+    models.save_hf(folder / "weights", config, params, dtype="float32")
+    corpus = [string.ascii_letters + ":; \n"]
+    (folder / "weights" / "tokenizer.model").write_bytes(models.train_sentencepiece(corpus))
+  return folder / "weights"
+
+
 def arguments(name, run_dir):
   options = importlib.import_module(f"experiments.configs.{name}").SMOKE | {"run_dir": run_dir}
   if name == "gsm8k_smollm2":
     options["gsm8k_folder"] = GSM8K
+  if name == "summaries":
+    options |= {"folder": posts(run_dir.parent), "weights": tiny_weights(run_dir.parent)}
   return [name, *(part for field, value in options.items() for part in (f"--{field.replace('_', '-')}", str(value)))]
 
 
@@ -102,6 +134,13 @@ def test_a_bad_value_is_one_sentence(tmp_path, capsys):
     train.main(["quickstart", "--run-dir", str(tmp_path), "--steps", "0"])
   assert exit_.value.code == 2
   assert "steps must be at least 1, got steps=0." in capsys.readouterr().err
+
+
+def test_summaries_ask_for_their_posts(tmp_path, capsys):
+  assert train.main(["summaries", "--run-dir", str(tmp_path / "run")]) == 2
+  assert "error: give either folder (with train.jsonl" in capsys.readouterr().err
+  assert train.main(["summaries", "--run-dir", str(tmp_path / "run2"), "--folder", str(tmp_path / "nowhere")]) == 2
+  assert "nowhere" in capsys.readouterr().err
 
 
 def test_missing_data_is_one_sentence(tmp_path, capsys):
