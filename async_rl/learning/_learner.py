@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from async_rl import losses
 from async_rl import models
+from async_rl import stabilizers
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._telemetry import batch_metrics
 from async_rl.learning._telemetry import optimizer_metrics
@@ -222,6 +223,12 @@ class Learner:
   def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step; `state` is donated. The metrics stay on the device, float32 [] each."""
     return self._step(state, batch, self._reference)
+
+  def sampler_params(self, state: TrainState) -> models.Params:
+    """The weights to draw with: the parameters, or ahead of them if the optimizer has a `lead_by_momentum`."""
+    trainable = models.split_trainable(state.params)[0]
+    leading = stabilizers.leading_params(trainable, state.opt_state)
+    return state.params if leading is trainable else _with_frozen(state.params, leading)
 
   def compilations(self) -> int:
     """How many programs the step has been compiled to; 1 after the first call, and it should stay so."""

@@ -157,7 +157,7 @@ class _Run:
 
   def _side_by_side(self) -> None:
     """The actor samples in a thread of its own while the learner steps here."""
-    self.store.publish(self.version, self.state.params)
+    self._publish()
     thread = threading.Thread(target=self.actor.run, args=(self.store,), name="actor", daemon=True)
     thread.start()
     try:
@@ -172,7 +172,7 @@ class _Run:
     """One thread: at each version, sample what this version feeds, then take the step."""
     e = self.experiment
     lags = LagDistribution(e.lag_bound, e.lag if e.mode == "simulated" else "fixed", e.seed)
-    self.store.publish(self.version, self.state.params)
+    self._publish()
     while self.version < e.steps:
       self.actor.set_weights(*self.store.latest(at_least=self.version))
       # A step past the end of a run that was extended has no batch from the version that should have fed it.
@@ -217,7 +217,7 @@ class _Run:
       raise ValueError(f"{self.folder.path} holds part of a replay, which cannot be resumed; pass --overwrite.")
     events = list(read_schedule(e.lag))
     needed = {event[1] for event in events if event[0] == "weights"}
-    self.store.publish(self.version, self.state.params)
+    self._publish()
     kept = dict([self.store.latest(at_least=self.version)])
     for kind, *details in events:
       if self.version == e.steps:
@@ -270,12 +270,15 @@ class _Run:
       self.state, metrics = learner.step(self.state, batch)
       self.version += 1
       if self.version < e.steps:
-        self.store.publish(self.version, self.state.params)
+        self._publish()
     self._log(metrics, groups)
     if e.eval_every and self.version % e.eval_every == 0 and self.version < e.steps:
       self._evaluate()
     if e.checkpoint_every and self.version % e.checkpoint_every == 0 and self.version < e.steps:
       self._save()
+
+  def _publish(self) -> None:
+    self.store.publish(self.version, self.parts.learner.sampler_params(self.state))
 
   def _log(self, metrics: dict[str, jax.Array], groups: list[Group]) -> None:
     """Queues this step's metrics and writes the previous step's, which are surely computed."""

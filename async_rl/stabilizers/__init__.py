@@ -12,6 +12,7 @@ The order in a chain has a meaning. The one to start from is::
 - `scale_by_ess` after the learning rate sets the learning rate of one step. Before clipping it does next to nothing
   while clipping is active; before Adam it cancels; between Adam and weight decay it spares the decay. At the end of
   what `control_alignment` wraps it does the same as after it, but its state then stands still on a skipped step.
+- `lead_by_momentum` goes last, so that what it continues is the whole step.
 - `track_norm` and `track_cosine` go wherever the thing to be observed is.
 
 `optax.MultiSteps` hands a transformation the extra arguments of the last micro-batch only: accumulate gradients
@@ -28,6 +29,9 @@ from async_rl.stabilizers._ess import scale_by_ess
 from async_rl.stabilizers._lag_controller import LagController
 from async_rl.stabilizers._lag_controller import LagControllerState
 from async_rl.stabilizers._lag_controller import control_lag
+from async_rl.stabilizers._lead import LeadByMomentumState
+from async_rl.stabilizers._lead import lead_by_momentum
+from async_rl.stabilizers._lead import leading_params
 from async_rl.stabilizers._statistics import ess_ratio
 from async_rl.stabilizers._telemetry import TrackCosineState
 from async_rl.stabilizers._telemetry import TrackNormState

@@ -22,6 +22,15 @@ STUDENT = (np.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.26
 PANELS = {
   "corrections": ("no correction", "token TIS", "seq TIS", "PPO", "TOPR", "M2PO", "A-3PO", "GSPO"),
   "stabilizers": ("seq TIS", "ESS", "VCPO", "VCPO + GAC", "PPO", "PPO + GAC", "PPO + ESS", "A-3PO + GAC + ESS"),
+  "candidates": (
+    "seq TIS",
+    "TOPR",
+    "ESS + ahead, momentum .99",
+    "VCPO, exact",
+    "sequence PPO + ahead, momentum .97",
+    "sequence PPO + OPOB, exact",
+    "sequence PPO + OPOB, exact + ahead, momentum .97",
+  ),
   "curves": ("no correction", "seq TIS", "PPO", "ESS", "VCPO", "PPO + GAC"),
 }
 
@@ -151,10 +160,9 @@ def draw_rates(table: Table, file: pathlib.Path) -> None:
   """Accuracy against learning rate: a column a lag, a row a panel."""
   import matplotlib.pyplot as plt
 
-  panels, lags = ("corrections", "stabilizers"), table.lags()
-  figure, axes = plt.subplots(
-    len(panels), len(lags), figsize=(3.2 * len(lags), 6.4), sharex=True, sharey=True, squeeze=False
-  )
+  panels, lags = ("corrections", "stabilizers", "candidates"), table.lags()
+  size = (3.2 * len(lags) + 1.5, 3.2 * len(panels))
+  figure, axes = plt.subplots(len(panels), len(lags), figsize=size, sharex=True, sharey=True, squeeze=False)
   for row, panel in zip(axes, panels, strict=True):
     for axis, lag in zip(row, lags, strict=True):
       for method in ("sync", *PANELS[panel]):
@@ -162,12 +170,14 @@ def draw_rates(table: Table, file: pathlib.Path) -> None:
         if at:
           measures = [interval(table.accuracy[i]) for i in at.values()]
           mean, half = np.nan_to_num(np.array(measures), posinf=0.0).T
-          style = {"color": "black", "linestyle": "--"} if method == "sync" else {}
+          colour = f"C{PANELS[panel].index(method)}" if method != "sync" else "black"
+          style = {"color": colour, "linestyle": "--" if method == "sync" else "-"}
           (line,) = axis.plot(list(at), mean, marker=".", label=method, **style)
           axis.fill_between(list(at), mean - half, mean + half, alpha=0.12, color=line.get_color(), linewidth=0)
       axis.set(xscale="log", title=f"lag {lag}")
     row[0].set_ylabel("accuracy, last 50 updates")
-    row[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    lines = {line.get_label(): line for axis in row for line in axis.get_lines()}
+    row[-1].legend(handles=list(lines.values()), fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
   for axis in axes[-1]:
     axis.set_xlabel("learning rate")
   _save(figure, file)

@@ -50,6 +50,7 @@ ROWS = {
       "storage_dtype": "bfloat16",
     },
   ),
+  "lead_by_momentum": Row(stabilizers.lead_by_momentum, {"decay": 0.9, "lag": 4}),
   "track_norm": Row(stabilizers.track_norm, {"decay": 0.9, "threshold": 2.0}),
   "track_cosine": Row(stabilizers.track_cosine),
   "track_cosine-bfloat16": Row(stabilizers.track_cosine, {"storage_dtype": "bfloat16"}),
