@@ -52,7 +52,7 @@ class SmolLM2(Experiment):
   #: Learning rate of AdamW.
   learning_rate: float = 1e-5
   #: Rank of low-rank adapters, which are then trained and synced in place of the weights; 0: all weights are trained.
-  #: Adapters want about ten times the learning rate.
+  #: Adapters want about ten times the learning rates above.
   lora_rank: int = 0
   #: Gradient alignment up to which a gradient is kept.
   align_low: float = 0.2
