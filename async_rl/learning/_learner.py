@@ -19,6 +19,7 @@ from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
 from async_rl.learning._batch import BatchShape
+from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._telemetry import batch_metrics
 from async_rl.learning._telemetry import optimizer_metrics
 from async_rl.types import Batch
@@ -62,6 +63,8 @@ class AdvantageInputs(NamedTuple):
     stats: statistics of the tokens under the weights at the start of the step, [B, C]; likewise.
     behaviour: float32 [B, C] log mu, as recorded by the sampler.
     reference: float32 [B, C] log-probabilities under the reference policy; `None` unless the learner has one.
+    squared_norms: float32 [B], exact squared gradient norm of each trajectory's log-probability; `None` unless the
+      learner computes them.
   """
 
   rewards: Array
@@ -71,6 +74,7 @@ class AdvantageInputs(NamedTuple):
   stats: models.TokenStats | None
   behaviour: Array
   reference: Array | None
+  squared_norms: Array | None = None
 
 
 class Collected(NamedTuple):
@@ -109,6 +113,9 @@ class Learner:
     score_first: run a forward pass over the whole batch first, for advantages that need the current policy and for
       losses with an `anchor`. If neither uses it, the compiler removes it.
     head_chunk: positions of a row whose logits are formed at a time.
+    norm_tokens: tokens of the longest sequence, prompt included; above 0, compute the exact gradient norm of every
+      trajectory first, for `opob_advantages`. One forward and backward pass for each, one at a time on all devices,
+      which is several times the step itself.
     score: in place of log-probabilities, what each token scores: (params, tokens, segments, positions), int32 [R, T]
       each, to `models.TokenStats`. `None`: `models.score` of the policy.
 
@@ -130,6 +137,7 @@ class Learner:
     count_rejected: bool = True,
     score_first: bool = False,
     head_chunk: int = 512,
+    norm_tokens: int = 0,
     score: Callable[..., models.TokenStats] | None = None,
   ):
     self.policy, self.shape, self.mesh = dataclasses.replace(policy, mesh=mesh), shape, mesh
@@ -138,7 +146,7 @@ class Learner:
     self._aggregate, self._count_rejected, self._score_first = aggregate, count_rejected, score_first
     self._score = score or functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    self._norm_tokens, self._ways = norm_tokens, (ways := mesh.shape["data"] * mesh.shape["fsdp"])
     if shape.rows % ways:
       raise ValueError(
         f"rows={shape.rows} of a micro-batch cannot be divided over data*fsdp={ways} devices of the learner mesh; "
@@ -246,8 +254,11 @@ class Learner:
     reference = None
     if reference_params is not None:
       reference = self._score_all(_with_frozen(state.params, reference_params), batch).logprobs
+    norms = None
+    if self._norm_tokens:
+      norms = squared_gradient_norms(self._score, state.params, batch, self._norm_tokens, self._ways)
     advantages = self._advantages(
-      AdvantageInputs(batch.rewards, batch.groups, batch.mask, scored, stats, batch.logprobs, reference)
+      AdvantageInputs(batch.rewards, batch.groups, batch.mask, scored, stats, batch.logprobs, reference, norms)
     )
     grads, denominator, loss, collected = self._accumulate(state.params, batch, advantages, lag, anchor, reference)
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)

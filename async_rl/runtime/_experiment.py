@@ -101,6 +101,8 @@ class Experiment:
 
   #: Score each batch before training on it, for losses with an anchor and advantages that need the current policy.
   score_first: bool = False
+  #: Score each batch, and compute the exact gradient norm of each trajectory, for OPOB; several times the step's cost.
+  exact_norms: bool = False
   #: Keep the starting weights as a reference policy, for losses, advantages and metrics of the distance to it.
   reference: bool = False
 

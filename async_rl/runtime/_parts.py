@@ -69,7 +69,8 @@ class Parts:
       self.meshes.learner,
       aggregate=experiment.aggregate,
       temperature=experiment.temperature,
-      score_first=experiment.score_first,
+      score_first=experiment.score_first or experiment.exact_norms,
+      norm_tokens=experiment.exact_norms * (experiment.max_prompt_tokens + experiment.max_completion_tokens),
     )
     self.engine = self.make_engine(experiment.sampler_config(), self.meshes.generation)
 
