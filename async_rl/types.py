@@ -34,7 +34,8 @@ Array = Any
 #: The version written on tokens that no policy drew (prompt and padding); never trained.
 NO_VERSION = -1
 
-#: Why a completion ended. `STOP`: it drew a stop token (kept as its last token). `LENGTH`: it hit the token limit.
+#: Why a completion ended. `STOP`: it drew a stop token (kept as its last token). `LENGTH`: it hit the token limit, or
+#: the next turn of its tool does not fit. `FAILED`: a call of its tool failed; its reward is a stand-in.
 STOP = "stop"
 LENGTH = "length"
 FAILED = "failed"

@@ -79,6 +79,8 @@ class Experiment:
   max_completion_tokens: int = 512
   #: Most turns of the model in a completion, for tasks whose tool it may call.
   max_turns: int = 8
+  #: Role in which the tool speaks in a conversation; "user" for chat templates that know no "tool".
+  tool_role: str = "tool"
   #: Temperature of the softmax, in sampling and in scoring.
   temperature: float = 1.0
   #: Sequences that are decoded at a time.

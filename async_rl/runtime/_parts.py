@@ -124,7 +124,13 @@ class Parts:
 
   def encode_turn(self, prompt: Prompt, text: str) -> list[int]:
     """A task's answer as the tokens that follow a turn of the model."""
-    return self.tokenizer.encode(text) if isinstance(prompt.text, str) else self.tokenizer.encode_turn(text)
+    if isinstance(prompt.text, str):
+      return self.tokenizer.encode(text)
+    role = self.experiment.tool_role
+    try:
+      return self.tokenizer.encode_turn(text, role)
+    except ValueError as error:
+      raise ValueError(f"A tool cannot answer as tool_role={role!r}, try another: {error}") from error
 
   def decode(self, tokens: np.ndarray) -> str:
     """Text of a turn, without its stop token."""

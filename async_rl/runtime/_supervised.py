@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import cast
 
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from async_rl.runtime._fit import fit
 from async_rl.runtime._fit import written
 from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
+from async_rl.types import Completion
 from async_rl.types import Group
+from async_rl.types import Prompt
 
 _PROBE = 32  # held-out prompts of a check
 _MOST_TOO_LONG = 1000  # solutions in a row that are left out before it is an error
@@ -58,7 +61,8 @@ def train_supervised(
   learner = _make_learner(parts, learning_rate, sequences)
   solutions = _solutions(parts, np.random.default_rng(parts.experiment.seed))
   reached = 0.0
-  with tasks.RewardPool(parts.task, workers=0) as rewards:
+  workers = parts.experiment.reward_workers if parts.multi_turn else 0  # a tool may hang
+  with tasks.RewardPool(parts.task, workers, parts.experiment.reward_timeout) as rewards:
     for step, state, metrics in fit(learner, params, solutions, sequences, steps, parts.experiment.seed):
       if step % check_every == 0 or step == steps:
         reached = _probe(parts, state.params, rewards)
@@ -100,12 +104,22 @@ def _solutions(parts: Parts, rng: np.random.Generator):
   limit, too_long = parts.experiment.max_completion_tokens, 0
   while too_long < _MOST_TOO_LONG:
     prompt = parts.prompts[int(rng.integers(len(parts.prompts)))]
-    text = task.solution(prompt, rng)
-    tokens = [*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]]
-    too_long = too_long + 1 if len(tokens) > limit else 0
+    completion = _completion(parts, prompt, task.solution(prompt, rng))
+    too_long = too_long + 1 if len(completion.tokens) > limit else 0
     if not too_long:
-      yield Group(parts.encode(UNTRAINED_TICKETS, prompt), (written(tokens),), np.ones(1, np.float32))
+      yield Group(parts.encode(UNTRAINED_TICKETS, prompt), (completion,), np.ones(1, np.float32))
   raise ValueError(
-    f"{too_long} solutions in a row are longer than max_completion_tokens={limit}, the last one has {len(tokens)} "
-    "tokens; raise max_completion_tokens."
+    f"{too_long} solutions in a row are longer than max_completion_tokens={limit}, the last one has "
+    f"{len(completion.tokens)} tokens; raise max_completion_tokens."
   )
+
+
+def _completion(parts: Parts, prompt: Prompt, solution: str | Sequence[str]) -> Completion:
+  """A solution to be trained on, but for the turns of a tool."""
+  tokens: list[int] = []
+  mask: list[bool] = []
+  for i, text in enumerate([solution] if isinstance(solution, str) else solution):
+    drawn = i % 2 == 0
+    tokens += [*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]] if drawn else parts.encode_turn(prompt, text)
+    mask += [drawn] * (len(tokens) - len(mask))
+  return written(tokens)._replace(mask=np.array(mask))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
+
+import numpy as np
 
 from async_rl.tasks._arithmetic import evaluate
 from async_rl.tasks._arithmetic import show
@@ -62,5 +65,28 @@ class Calculator:
       result = f"error: {error}"
     return f"<result>{result}</result>"
 
+  def solution(self, prompt: Prompt, rng: np.random.Generator) -> list[str]:
+    """The reference solution, its annotations such as `<<48/2=24>>` made into calls where the calculator agrees."""
+    del rng
+    turns, end = [""], 0
+    for annotation in re.finditer("<<([^<>]*)>>", prompt.answer):
+      turns[-1] += prompt.answer[end : annotation.start()]
+      end = annotation.end()
+      expression, _, value = annotation[1].rpartition("=")
+      call = f"{turns[-1]}<calc>{expression}</calc>"
+      answer = self.respond(prompt, [*turns[:-1], call]) if _equal(expression, value) else None
+      if answer is not None:
+        turns[-1:] = [call, answer, ""]
+    turns[-1] += prompt.answer[end:]
+    return turns
+
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     return self.problems.reward(prompt, text, finish)
+
+
+def _equal(expression: str, value: str) -> bool:
+  """Whether the calculator can read both, and shows the same for both."""
+  try:
+    return show(evaluate(expression, powers=True)[0]) == show(evaluate(value)[0])
+  except ValueError:
+    return False

@@ -47,8 +47,11 @@ class Task(Protocol):
 class SupervisedTask(Task, Protocol):
   """A task that can write correct solutions, for a supervised warm start."""
 
-  def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
-    """A completion of `prompt` (without the end token) that earns the full reward."""
+  def solution(self, prompt: Prompt, rng: np.random.Generator) -> str | Sequence[str]:
+    """A completion of `prompt` (without the end token) that earns the full reward.
+
+    If it calls a tool: the turns, the model's and the task's in turn, from the model's first to its last.
+    """
 
 
 class Preference(NamedTuple):
@@ -76,10 +79,11 @@ class ToolTask(Task, Protocol):
   """A task of several turns: the model writes, the task answers, the model goes on.
 
   `reward` is given the text of the model's last turn. What the task writes is context: it is never trained.
+  Both run in the worker processes of a `RewardPool`; a call that hangs or raises costs the sample that made it.
   """
 
   def respond(self, prompt: Prompt, turns: Sequence[str]) -> str | None:
-    """The task's answer to the model's last turn; None if that was the last one. Pure, fast, and safe on any text.
+    """The task's answer to the model's last turn; None if that was the last one. Pure, and safe on any text.
 
     Args:
       prompt: the prompt that began the conversation.

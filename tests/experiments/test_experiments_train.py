@@ -51,7 +51,7 @@ def tiny_weights(folder):
 
 def arguments(name, run_dir):
   options = importlib.import_module(f"experiments.configs.{name}").SMOKE | {"run_dir": run_dir}
-  if name == "gsm8k_smollm2":
+  if "gsm8k" in name:
     options["gsm8k_folder"] = GSM8K
   if name == "summaries":
     options |= {"folder": posts(run_dir.parent), "weights": tiny_weights(run_dir.parent)}

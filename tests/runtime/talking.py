@@ -39,3 +39,7 @@ class Talking(tasks.Sums):
 
   def reward(self, prompt, text, finish):
     return sum(c.isdigit() for c in text) / 16
+
+  def solution(self, prompt, rng):
+    text = super().solution(prompt, rng)
+    return [text[:3], self._answer(text[:3]), text[3:]]

@@ -1,5 +1,8 @@
 """The calculator task."""
 
+import pathlib
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings
@@ -54,6 +57,34 @@ def test_calculator_prompt_and_reward():
   assert CALCULATOR.reward(prompt, "<calc>72</calc>", STOP) == 0.0
   with pytest.raises(ValueError, match="max_calls=0"):
     tasks.Calculator(max_calls=0)
+
+
+@pytest.mark.parametrize(
+  ("answer", "turns"),
+  [
+    ("6*12 = <<6*12=72>>72\n#### 72", ["6*12 = <calc>6*12</calc>", "<result>72</result>", "72\n#### 72"]),
+    ("a third: <<1/3*100=33>>33, half: <<.5*8=4>>4\n#### 4", ["a third: 33, half: 4\n#### 4"]),
+    (
+      "<<1+1=2>>2 <<2*3=6.0>>6 <<6+1=7>>7\n#### 7",  # two calls at most
+      ["<calc>1+1</calc>", "<result>2</result>", "2 <calc>2*3</calc>", "<result>6</result>", "6 7\n#### 7"],
+    ),
+    ("<<0=0>>none <<=>><<x>>\n#### 0", ["<calc>0</calc>", "<result>0</result>", "none \n#### 0"]),
+  ],
+)
+def test_annotations_of_solutions_become_calls_where_the_calculator_agrees(answer, turns):
+  prompt = CALCULATOR.prompt(tasks.GSM8K().prompt(0, PROBLEM | {"answer": answer}))
+  assert CALCULATOR.solution(prompt, np.random.default_rng(0)) == turns
+
+
+def test_solutions_are_what_the_calculator_answers_and_earn_the_reward():
+  task = tasks.Calculator(tasks.GSM8K(pathlib.Path(__file__).parents[1] / "data" / "gsm8k", answer="marked"))
+  for prompt in task.prompts("train"):
+    turns = task.solution(prompt, np.random.default_rng(0))
+    assert len(turns) > 1
+    for i in range(1, len(turns), 2):
+      assert task.respond(prompt, turns[:i]) == turns[i]
+    assert task.respond(prompt, turns) is None
+    assert task.reward(prompt, turns[-1], STOP) == 1.0
 
 
 @settings(deadline=None)
