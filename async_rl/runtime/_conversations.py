@@ -116,9 +116,16 @@ class Conversations:
 
     Returns:
       Ticket and sample of each one, in the order in which they were taken up.
+
+    Raises:
+      ValueError: if the sample `which` does not wait for an answer.
     """
     answers = {(ticket, k): answer for ticket, group in self._open.items() for k, answer in group.answers.items()}
     if which is not None:
+      if which not in answers:
+        raise ValueError(
+          f"Sample {which[1]} of group {which[0]} has not called the tool; is this another run's schedule?"
+        )
       answers = {which: answers[which]}
     if wait or which is not None:
       concurrent.futures.wait(answers.values())

@@ -22,17 +22,17 @@ class Config(gsm8k_smollm2.Config):
   run_dir: str = "runs/gsm8k_calculator"
   max_prompt_tokens: int = 384
   max_completion_tokens: int = 448
+  #: Most turns of the model in a completion; all but the last may call the calculator, and the prompt says so.
+  max_turns: int = 5
   #: Steps of supervised training on reference solutions, their annotated calculations as calls; 0: none.
   supervised_steps: int = 150
-  #: Calls that one completion may make.
-  max_calls: int = 4
 
   def task(self) -> tasks.Calculator:  # type: ignore[override]
-    return tasks.Calculator(tasks.GSM8K(self.gsm8k_folder, answer="marked", chat=self.chat), self.max_calls)
+    return tasks.Calculator(tasks.GSM8K(self.gsm8k_folder, answer="marked", chat=self.chat), self.max_turns - 1)
 
   def sampler_config(self) -> sampling.SamplerConfig:
     # Every answer means one more prefill, of a whole conversation.
     return dataclasses.replace(super().sampler_config(), prefill_tokens=8192)
 
 
-SMOKE = gsm8k_smollm2.SMOKE | dict(max_calls=2)
+SMOKE = gsm8k_smollm2.SMOKE | dict(max_turns=3)

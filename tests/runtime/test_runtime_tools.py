@@ -132,7 +132,7 @@ def actor_of(parts, pool, recorder):
 def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
   slow = dataclasses.replace(parts.task, slow=tuple(range(8)))
   with tasks.RewardPool(slow, workers=2) as pool, tasks.RewardPool(parts.task, workers=0) as quick:
-    actor, buffer = actor_of(parts, pool, recorder)
+    (actor, buffer), before = actor_of(parts, pool, recorder), parts.engine.counters.tokens
     for _ in range(4):
       actor.submit(buffer.try_submit(0))
     asked = lambda: [answer for group in actor.conversations._open.values() for answer in group.answers.values()]
@@ -143,7 +143,10 @@ def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
     while not asked():
       actor.advance()
     state, groups, held = actor.state(), buffer.state(), actor.held_tokens()
+    assert held + sum(map(runtime.drawn_tokens, buffer.groups())) == parts.engine.counters.tokens - before
     assert not any(answer.done() for answer in asked())
+    with pytest.raises(ValueError, match="Sample 5 of group 0 has not called the tool"):
+      actor.take_up(which=(0, 5))
     assert state["turns"]
     assert len(state["finished"]["ticket"])
     assert len(state["unfinished"]["tickets"])
