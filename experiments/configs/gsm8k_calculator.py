@@ -1,5 +1,7 @@
 """GSM8K with a calculator that the model may call, several turns to a completion, trained asynchronously.
 
+The supervised start turns the calculations that GSM8K's solutions annotate into calls; without it there are none.
+
 Command: python -m experiments.train gsm8k_calculator --gsm8k-folder DIR
 Hardware and time: one GPU. Only tried on a CPU for a few steps, so there is no result to expect yet.
 """
@@ -24,8 +26,6 @@ class Config(gsm8k_smollm2.Config):
   max_completion_tokens: int = 448
   #: Most turns of the model in a completion; all but the last may call the calculator, and the prompt says so.
   max_turns: int = 5
-  #: Steps of supervised training on reference solutions, their annotated calculations as calls; 0: none.
-  supervised_steps: int = 150
 
   def task(self) -> tasks.Calculator:  # type: ignore[override]
     return tasks.Calculator(tasks.GSM8K(self.gsm8k_folder, answer="marked", chat=self.chat), self.max_turns - 1)
