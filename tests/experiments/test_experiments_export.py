@@ -12,7 +12,7 @@ from async_rl import runtime
 from experiments import evaluate
 from experiments import export
 from experiments import train
-from experiments.configs import gsm8k_smollm2
+from experiments.configs import gsm8k
 from experiments.configs import quickstart
 
 
@@ -62,9 +62,9 @@ def test_adapters_on_pretrained_weights_from_the_command_line(tmp_path, monkeypa
 
   def command(run_dir, **options):
     options = {"steps": 1, "rows": 8, "row_tokens": 288, "max_prompt_tokens": 256, "gsm8k_folder": data} | options
-    smoke = gsm8k_smollm2.SMOKE | {"eval_prompts": 0, "dtype": "bfloat16", "generation_devices": 4}
+    smoke = gsm8k.SMOKE | {"eval_prompts": 0, "dtype": "bfloat16", "generation_devices": 4}
     fields = smoke | options | {"run_dir": run_dir}
-    return ["gsm8k_smollm2", "--no-chat", *(x for k, v in fields.items() for x in (f"--{k.replace('_', '-')}", str(v)))]
+    return ["gsm8k", "--no-chat", *(x for k, v in fields.items() for x in (f"--{k.replace('_', '-')}", str(v)))]
 
   first = dict(weights="tiny", lora_rank=2, supervised_steps=1, max_completion_tokens=200, row_tokens=512)
   assert train.main(command("run", **first)) == 0

@@ -144,7 +144,7 @@ def test_summaries_ask_for_their_posts(tmp_path, capsys):
 
 
 def test_missing_data_is_one_sentence(tmp_path, capsys):
-  options = arguments("gsm8k_smollm2", tmp_path / "run")
+  options = arguments("gsm8k", tmp_path / "run")
   options[options.index("--gsm8k-folder") + 1] = str(tmp_path / "nowhere")
   assert train.main(options) == 2
   assert "nowhere" in capsys.readouterr().err

