@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from async_rl import models
 from async_rl.runtime._checkpoint import Checkpointer
+from async_rl.runtime._parts import Parts
 from async_rl.types import TrainState
 
 
@@ -40,3 +42,17 @@ def kept(
     return params
   finally:
     checkpoints.close()
+
+
+def set_reference(parts: Parts, folder: pathlib.Path, params: models.Params) -> None:
+  """Gives the learner the reference policy of a run, if it has one: what it started from, written to `folder` once.
+
+  Args:
+    parts: of the run.
+    folder: of the reference alone.
+    params: of the policy; the reference if `folder` holds none yet.
+  """
+  if parts.experiment.reference:
+    trained = lambda tree: models.split_trainable(tree)[0]
+    abstract, model = trained(parts.learner.abstract().params), {"model": dataclasses.asdict(parts.policy.config)}
+    parts.learner.set_reference(kept(folder, abstract, model, lambda: trained(params)))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import signal
 import threading
 import time
 from typing import Any
@@ -15,14 +14,13 @@ from typing import NamedTuple
 import jax
 
 from async_rl import learning
-from async_rl import models
 from async_rl import tasks
 from async_rl.runtime._actor import Actor
 from async_rl.runtime._buffer import EndOfData
 from async_rl.runtime._buffer import RolloutBuffer
 from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._experiment import Experiment
-from async_rl.runtime._kept import kept
+from async_rl.runtime._kept import set_reference
 from async_rl.runtime._ledger import Ledger
 from async_rl.runtime._metrics import MetricsBuffer
 from async_rl.runtime._metrics import MetricsWriter
@@ -36,6 +34,7 @@ from async_rl.runtime._schedule import LAG_KINDS
 from async_rl.runtime._schedule import LagDistribution
 from async_rl.runtime._schedule import ScheduleRecorder
 from async_rl.runtime._schedule import read_schedule
+from async_rl.runtime._signals import catch_signals
 from async_rl.types import Group
 from async_rl.types import TrainState
 
@@ -105,7 +104,7 @@ class _Run:
     with contextlib.ExitStack() as stack:
       self._open(stack)
       self.parts.engine.warmup(resumes=self.parts.multi_turn)
-      self._catch_signals(stack)
+      catch_signals(stack, self.wanted)
       if not self.version:
         self._evaluate()
       ended_early = self._drive()
@@ -360,21 +359,13 @@ class _Run:
     if self.checkpoints.latest_step is not None:
       self.state, host = self.checkpoints.restore(self.parts.learner.abstract())
       self.version = int(self.state.version)
-      self._set_reference()
+      set_reference(self.parts, self.folder.reference, self.state.params)
       return host
     key = jax.random.key(self.experiment.seed)
     self.state = self.parts.learner.init(key, self.experiment.start(self.parts))
     shutil.rmtree(self.folder.reference, ignore_errors=True)  # of a run that ended before its first checkpoint
-    self._set_reference()
+    set_reference(self.parts, self.folder.reference, self.state.params)
     return None
-
-  def _set_reference(self) -> None:
-    """The reference policy is what the run started from; it is kept in a checkpoint of its own, written once."""
-    if self.experiment.reference:
-      learner, model = self.parts.learner, dataclasses.asdict(self.parts.policy.config)
-      trained = lambda params: models.split_trainable(params)[0]
-      abstract, make = trained(learner.abstract().params), lambda: trained(self.state.params)
-      learner.set_reference(kept(self.folder.reference, abstract, {"model": model}, make))
 
   def _restore_host(self, host: dict[str, Any]) -> None:
     self.buffer.restore(host["buffer"], self.parts.prompts, host["actor"]["tickets"].tolist())
@@ -403,16 +394,3 @@ class _Run:
         "accuracy": {str(version): value for version, value in self.accuracy.items()},
       }
     self.checkpoints.save(self.version, self.state, host)
-
-  def _catch_signals(self, stack: contextlib.ExitStack) -> None:
-    """Makes SIGTERM or a first SIGINT end the run after the current step, until `stack` closes."""
-    if threading.current_thread() is threading.main_thread():
-      before: dict[int, Any] = {int(n): signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-
-      def stop(*_: Any) -> None:
-        self.wanted.set()
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
-
-      for number in before:
-        signal.signal(number, stop)
-        stack.callback(signal.signal, number, before[number])

@@ -108,4 +108,4 @@ class RLHFExperiment(Experiment):
       "task": {key: str(value) for key, value in dataclasses.asdict(task).items()},
       "options": options,
     }
-    return kept(pathlib.Path(self.stages) / f"seed{self.seed}" / name, abstract, fingerprint, make)
+    return kept(pathlib.Path(self.stages) / name, abstract, fingerprint, make)

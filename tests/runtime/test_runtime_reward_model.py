@@ -35,6 +35,7 @@ class Words(Tiny):
   reference: bool = True
   score_first: bool = True
   learning_rate: float = 1e-3
+  lora_rank: int = 0
 
   def task(self):
     return tasks.KeyWords(letters=self.letters, words=self.letters, keys=2, train=2048, test=256)
@@ -43,7 +44,8 @@ class Words(Tiny):
     config = models.ModelConfig(
       vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64
     )
-    return models.Policy(config, dtype="float32")
+    lora = models.LoRA(self.lora_rank) if self.lora_rank else None
+    return models.Policy(config, dtype="float32", lora=lora)
 
   def optimizer(self):
     return optax.adam(self.learning_rate)
@@ -249,6 +251,22 @@ def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path, m
   assert evaluations[7]["eval/kl_reference"] != evaluations[4]["eval/kl_reference"]
   assert len({row["reward/mean"] for row in steps}) > 3
   assert all(row["eval/accuracy"] != row["eval/proxy"] for row in evaluations.values())
+
+
+def test_with_adapters_the_reference_is_kept_as_adapters_and_the_reward_model_has_none(tmp_path):
+  make = lambda name, steps: Words(run_dir=str(tmp_path / name), lora_rank=2, max_lag=0, steps=steps)
+  whole = runtime.train(make("whole", 4))
+  runtime.train(make("resumed", 2))
+  resumed = runtime.train(make("resumed", 4))
+  assert [r["kl/reference"] for r in rows(whole)] == [r["kl/reference"] for r in rows(resumed)]
+  assert rows(whole)[-1]["kl/reference"] != pytest.approx(0.0, abs=1e-3)
+  size = lambda folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+  assert size(whole.folder.reference) < size(whole.folder.path / "base")
+  parts = runtime.Parts(make("whole", 4))
+  start = parts.learner.init(jax.random.key(0)).params
+  params = runtime.train_reward_model(parts, start, steps=1, learning_rate=1e-3, pairs=4, check_pairs=4)
+  assert jax.tree.structure(params) == jax.tree.structure(runtime.abstract_reward_model(parts))
+  assert "adapters" not in params
 
 
 def test_an_asynchronous_run_is_rewarded_by_a_model(tmp_path):
