@@ -2,6 +2,8 @@
 
 Command: python -m experiments.train keywords --method online_dpo    # or ipo, rloo, proximal_rloo, best_of_n
 Hardware and time: two CPU cores, minutes.
+Result: true reward of held-out samples .64 after the supervised stage, about .9 after 128 updates if their samples are
+  at most a few updates old (experiments/reproductions/async_rlhf.md).
 """
 
 from __future__ import annotations
