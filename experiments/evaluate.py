@@ -23,6 +23,7 @@ from async_rl.runtime import CheckpointError
 from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
 from async_rl.runtime import complete
+from async_rl.runtime import mean_and_interval
 from async_rl.types import Prompt
 from experiments.configs import load_all
 
@@ -41,12 +42,6 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
   if not 1 <= k <= samples:
     raise ValueError(f"k must lie in 1..samples={samples}, got k={k}.")
   return np.array([1.0 - math.comb(samples - int(c), k) / math.comb(samples, k) for c in correct])
-
-
-def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
-  """Mean over prompts, and half the width of its 95 % interval (normal approximation; prompts are independent)."""
-  half = 1.96 * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-  return float(values.mean()), float(half)
 
 
 def load_experiment(run_dir: pathlib.Path) -> Experiment:

@@ -10,6 +10,7 @@ from async_rl.runtime._conversations import Conversations as Conversations
 from async_rl.runtime._conversations import Scored as Scored
 from async_rl.runtime._evaluation import complete as complete
 from async_rl.runtime._evaluation import evaluate as evaluate
+from async_rl.runtime._evaluation import mean_and_interval as mean_and_interval
 from async_rl.runtime._experiment import Experiment as Experiment
 from async_rl.runtime._kept import kept as kept
 from async_rl.runtime._ledger import Ledger as Ledger

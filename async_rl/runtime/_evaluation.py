@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,12 @@ from async_rl.types import LENGTH
 from async_rl.types import Group
 from async_rl.types import Prompt
 from async_rl.types import Request
+
+
+def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
+  """Mean over prompts, and half the width of its 95 % interval (normal approximation; prompts are independent)."""
+  half = 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+  return float(np.mean(values)), half
 
 
 def complete(
@@ -70,15 +77,17 @@ def evaluate(
       and sample at the run's temperature.
 
   Returns:
-    `accuracy` (mean reward), `length` (mean drawn tokens) and `truncated` (share that hit the length limit). With
-    `proxy` its mean reward; with `policy`, `kl_reference`, the mean over completions of log pi - log pi_ref: an
+    `accuracy` (mean reward), `interval` (half the width of its 95 % interval; of two prompts or more), `length` (mean drawn
+    tokens) and `truncated` (share that hit the length limit). With `proxy` its mean reward; with `policy`, `kl_reference`, the mean over completions of log pi - log pi_ref: an
     unbiased estimate of the KL of whole sequences.
   """
   requests = [parts.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
   groups = complete(parts, engine, requests, samples, rewards)
   completions = [c for group in groups for c in group.completions]
+  accuracy, interval = mean_and_interval(np.array([[r.value for r in group.results] for group in groups]).mean(axis=1))
   found = {
-    "accuracy": float(np.mean([result.value for group in groups for result in group.results])),
+    "accuracy": accuracy,
+    **({"interval": interval} if len(groups) > 1 else {}),
     "length": float(np.mean([np.count_nonzero(c.mask) for c in completions])),
     "truncated": float(np.mean([c.finish == LENGTH for c in completions])),
   }

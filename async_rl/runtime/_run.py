@@ -345,7 +345,8 @@ class _Run:
       found = evaluate(self.parts, engine, self.parts.held_out, self.gold, proxy=self.scorer, policy=policy)
     self.accuracy[self.version] = found["accuracy"]
     self.writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
-    self.progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}")
+    spread = f" ± {found['interval']:.3f}" if "interval" in found else ""
+    self.progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}{spread}")
 
   def _turn(self) -> contextlib.AbstractContextManager[None]:
     """On shared devices only one thread may launch programs at a time: their order must be the same on each device."""

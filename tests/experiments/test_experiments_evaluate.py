@@ -28,7 +28,7 @@ def test_the_interval_covers_the_mean_of_coin_flips():
   rng = np.random.default_rng(0)
   covered = 0
   for _ in range(400):
-    mean, half = evaluate.mean_and_interval(rng.binomial(1, 0.3, 200).astype(float))
+    mean, half = runtime.mean_and_interval(rng.binomial(1, 0.3, 200).astype(float))
     covered += abs(mean - 0.3) <= half
   assert 0.92 <= covered / 400 <= 0.98
 
