@@ -77,9 +77,9 @@ def evaluate(
       and sample at the run's temperature.
 
   Returns:
-    `accuracy` (mean reward), `interval` (half the width of its 95 % interval; of two prompts or more), `length` (mean drawn
-    tokens) and `truncated` (share that hit the length limit). With `proxy` its mean reward; with `policy`, `kl_reference`, the mean over completions of log pi - log pi_ref: an
-    unbiased estimate of the KL of whole sequences.
+    `accuracy` (mean reward), `interval` (half the width of its 95 % interval; of two prompts or more), `length` (mean
+    drawn tokens) and `truncated` (share that hit the length limit). With `proxy` its mean reward; with `policy`,
+    `kl_reference`, the mean over completions of log pi - log pi_ref: an unbiased estimate of the KL of whole sequences.
   """
   requests = [parts.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
   groups = complete(parts, engine, requests, samples, rewards)
