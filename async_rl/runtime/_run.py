@@ -96,6 +96,7 @@ class _Run:
     self.wanted = threading.Event()  # a signal asked for the end
     self.state: TrainState
     self.version = 0
+    self.busy_until = 0.0  # when the last evaluation or checkpoint ended
     self.last: dict[str, float] = {}  # running totals at the step before
 
   # Life.
@@ -263,7 +264,8 @@ class _Run:
 
   def _learn(self, groups: list[Group]) -> None:
     learner, e = self.parts.learner, self.experiment
-    self.idle = max(0.0, time.monotonic() - self.store.ready_at)  # since the step before was computed
+    # Since the step before was computed, and what else the learner did was done.
+    self.idle = max(0.0, time.monotonic() - max(self.store.ready_at, self.busy_until))
     batch = learner.put(learning.pack(groups, learner.shape))
     with self._turn():
       self.state, metrics = learner.step(self.state, batch)
@@ -275,6 +277,7 @@ class _Run:
       self._evaluate()
     if e.checkpoint_every and self.version % e.checkpoint_every == 0 and self.version < e.steps:
       self._save()
+    self.busy_until = time.monotonic()
 
   def _publish(self) -> None:
     self.store.publish(self.version, self.parts.learner.sampler_params(self.state))

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import threading
+import time
 
 import jax
 import numpy as np
@@ -245,6 +246,18 @@ def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeyp
   monkeypatch.setattr(_run._Run, "_learn", after)
   with pytest.raises(MemoryError, match="in the sampler"):
     runtime.train(Tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))
+
+
+def test_evaluations_are_not_idle_time(tmp_path, monkeypatch):
+  def slow(*args, **options):
+    time.sleep(1.5)
+    return {"accuracy": 0.0}
+
+  monkeypatch.setattr(_run, "evaluate", slow)
+  options = dict(mode="sync", generation_devices=0, steps=4, eval_prompts=1, eval_every=1)
+  found = rows(runtime.train(Tiny(run_dir=str(tmp_path / "run"), **options)))
+  assert min(r["idle/learner"] * r["time/step"] for r in found[1:]) < 1.0
+  assert min(r["time/step"] for r in found[1:]) > 1.5
 
 
 def test_a_task_whose_rewards_all_fail_ends_the_run(tmp_path):
