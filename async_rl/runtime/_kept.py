@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from async_rl import models
 from async_rl.runtime._checkpoint import Checkpointer
+from async_rl.runtime._checkpoint import CheckpointError
 from async_rl.runtime._parts import Parts
 from async_rl.types import TrainState
 
@@ -33,26 +35,33 @@ def kept(
   Raises:
     CheckpointError: if those in the folder have another fingerprint or shape; the message names the difference.
   """
-  checkpoints = Checkpointer(folder, keep=1, fingerprint=fingerprint)
-  try:
+  with contextlib.closing(Checkpointer(folder, keep=1, fingerprint=fingerprint)) as checkpoints:
     if checkpoints.latest_step is not None:
       return checkpoints.restore_params(abstract)
     params = make()
     checkpoints.save(0, TrainState(params, {}, jnp.zeros([], jnp.int32)), {})
     return params
-  finally:
-    checkpoints.close()
 
 
-def set_reference(parts: Parts, folder: pathlib.Path, params: models.Params) -> None:
-  """Gives the learner the reference policy of a run, if it has one: what it started from, written to `folder` once.
+def set_reference(parts: Parts, folder: pathlib.Path, params: models.Params | None) -> None:
+  """Gives the learner the reference policy of a run, if it has one: what it started from.
 
   Args:
     parts: of the run.
     folder: of the reference alone.
-    params: of the policy; the reference if `folder` holds none yet.
+    params: of the policy at the start of the run, to be kept in `folder`; `None`, on a resume: those kept there.
+
+  Raises:
+    CheckpointError: on a resume, if `folder` holds none.
   """
-  if parts.experiment.reference:
-    trained = lambda tree: models.split_trainable(tree)[0]
-    abstract, model = trained(parts.learner.abstract().params), {"model": dataclasses.asdict(parts.policy.config)}
-    parts.learner.set_reference(kept(folder, abstract, model, lambda: trained(params)))
+  if not parts.experiment.reference:
+    return
+  trained = lambda tree: models.split_trainable(tree)[0]
+
+  def start() -> models.Params:
+    if params is None:
+      raise CheckpointError(f"the run's reference policy is missing: bring {folder} back, or start afresh in its place")
+    return trained(params)
+
+  abstract, model = trained(parts.learner.abstract().params), {"model": dataclasses.asdict(parts.policy.config)}
+  parts.learner.set_reference(kept(folder, abstract, model, start))

@@ -363,7 +363,7 @@ class _Run:
     if self.checkpoints.latest_step is not None:
       self.state, host = self.checkpoints.restore(self.parts.learner.abstract())
       self.version = int(self.state.version)
-      set_reference(self.parts, self.folder.reference, self.state.params)
+      set_reference(self.parts, self.folder.reference, None)
       return host
     key = jax.random.key(self.experiment.seed)
     self.state = self.parts.learner.init(key, self.experiment.start(self.parts))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 import threading
 
 import jax
@@ -198,9 +199,7 @@ def test_gradient_is_that_of_the_pair_loss():
 
 def test_a_reward_model_learns_the_comparisons(tmp_path):
   parts = parts_of()
-  params = runtime.train_reward_model(
-    parts, jax.jit(parts.policy.init)(jax.random.key(0)), steps=300, learning_rate=5e-3, pairs=32, check_every=300
-  )
+  params = runtime.train_reward_model(parts, None, steps=300, learning_rate=5e-3, pairs=32, check_every=300)
   fingerprint = {"of": "test"}
   kept = lambda make: runtime.kept(tmp_path / "kept", runtime.abstract_reward_model(parts), fingerprint, make)
   kept(lambda: params)
@@ -215,7 +214,9 @@ def test_a_reward_model_learns_the_comparisons(tmp_path):
     kept(lambda: params)
 
 
-def test_pairs_that_do_not_fit_are_an_error():
+def test_no_steps_and_pairs_that_do_not_fit_are_errors():
+  with pytest.raises(ValueError, match="steps must be at least 1, got steps=0"):
+    runtime.train_reward_model(parts_of(), None, steps=0, learning_rate=1e-3)
   parts = runtime.Parts(Words(run_dir="reward_model", max_completion_tokens=1))
   with pytest.raises(ValueError, match="None of 2048 pairs fits .*max_completion_tokens=1"):
     runtime.train_reward_model(parts, {}, steps=1, learning_rate=1e-3)
@@ -259,6 +260,9 @@ def test_with_adapters_the_reference_is_kept_as_adapters_and_the_reward_model_ha
   runtime.train(make("resumed", 2))
   resumed = runtime.train(make("resumed", 4))
   assert [r["kl/reference"] for r in rows(whole)] == [r["kl/reference"] for r in rows(resumed)]
+  shutil.rmtree(resumed.folder.reference)
+  with pytest.raises(runtime.CheckpointError, match="reference policy is missing: bring .*reference back"):
+    runtime.train(make("resumed", 5))
   assert rows(whole)[-1]["kl/reference"] != pytest.approx(0.0, abs=1e-3)
   size = lambda folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
   assert size(whole.folder.reference) < size(whole.folder.path / "base")
