@@ -30,7 +30,12 @@ def fit(
     groups: in a batch.
     steps: how many.
     seed: of random parameters.
+
+  Raises:
+    ValueError: if `steps` is below 1.
   """
+  if steps < 1:
+    raise ValueError(f"steps must be at least 1, got steps={steps}.")
   state = learner.init(jax.random.key(seed), params)
   for step in range(1, steps + 1):
     batch = learning.pack(list(itertools.islice(data, groups)), learner.shape)

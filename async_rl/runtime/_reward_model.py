@@ -32,7 +32,7 @@ from async_rl.types import Request
 
 def train_reward_model(
   parts: Parts,
-  params: models.Params,
+  params: models.Params | None,
   *,
   steps: int,
   learning_rate: float,
@@ -47,8 +47,8 @@ def train_reward_model(
 
   Args:
     parts: of the run; the task must be a `tasks.PreferenceTask`. Pairs that exceed the run's limits are left out.
-    params: of the policy to start from, usually the supervised one.
-    steps: optimizer steps.
+    params: of the policy to start from, usually the supervised one; `None`: random ones.
+    steps: optimizer steps, at least 1.
     learning_rate: of Adam, reached after 20 steps.
     pairs: in a batch.
     check_every: steps between looks at the accuracy on held-out pairs.
@@ -64,12 +64,10 @@ def train_reward_model(
   model = models.RewardModel.of(dataclasses.replace(parts.policy, mesh=parts.meshes.learner))
   train, test = (_fitting(parts, task.preferences(split)) for split in ("train", "test"))
   test = test[:check_pairs]
-  if parts.policy.lora is not None:
-    params = models.merge_adapters(parts.policy.lora, params)
-  data = _batches(parts, train, np.random.default_rng(seed))
-  for step, state, _ in fit(
-    _make_learner(parts, model, learning_rate, pairs), model.with_head(params), data, pairs, steps, seed
-  ):
+  if params is not None:
+    params = model.with_head(params if parts.policy.lora is None else models.merge_adapters(parts.policy.lora, params))
+  learner, data = _make_learner(parts, model, learning_rate, pairs), _batches(parts, train, np.random.default_rng(seed))
+  for step, state, _ in fit(learner, params, data, pairs, steps, seed):
     if step % check_every == 0 or step == steps:
       with make_scorer(parts, state.params) as scorer:
         right = pair_accuracy(scorer, test)

@@ -46,7 +46,7 @@ def train_supervised(
   Args:
     parts: of the run; the task must be a `tasks.SupervisedTask`. Solutions that exceed the run's limits are left out.
     params: to start from; `None`: random ones.
-    steps: optimizer steps; with `accuracy`, the most it may take.
+    steps: optimizer steps, at least 1; with `accuracy`, the most it may take.
     learning_rate: of Adam, reached after 20 steps.
     accuracy: stop once completions of held-out prompts, sampled at the run's temperature, earn this mean reward.
     sequences: solutions in a batch.

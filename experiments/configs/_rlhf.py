@@ -23,6 +23,10 @@ from async_rl.runtime import make_scorer
 from async_rl.runtime import train_reward_model
 from async_rl.runtime import train_supervised
 
+#: The options that each stage depends on, beside model and task; those that a config lacks do not count.
+_SUPERVISED = ("weights", "supervised_steps", "supervised_rate")
+_REWARD_MODEL = (*_SUPERVISED, "reward_model_steps", "reward_model_rate")
+
 
 @dataclasses.dataclass(frozen=True)
 class RLHFExperiment(Experiment):
@@ -49,13 +53,13 @@ class RLHFExperiment(Experiment):
   missing_end: float = -3.0
   #: Folder of the first two stages.
   stages: str = "runs/stages"
-  #: Supervised steps on the task's summaries, 64 each; 0: none, for weights that can summarise already.
+  #: Supervised steps on the task's summaries, 64 each; 0: none, as for weights that can summarise already.
   supervised_steps: int = 500
   #: Their learning rate.
   supervised_rate: float = 3e-3
   #: Steps of the reward model, 64 pairs each; 0: the task's own reward is trained on.
   reward_model_steps: int = 500
-  #: Their learning rate.
+  #: Its learning rate.
   reward_model_rate: float = 2e-3
 
   def __post_init__(self):
@@ -83,29 +87,28 @@ class RLHFExperiment(Experiment):
     del parts
     return None
 
-  def start(self, parts: Parts) -> models.Params:
+  def start(self, parts: Parts) -> models.Params | None:
     steps, rate = self.supervised_steps, self.supervised_rate
-    if not steps and (params := self.pretrained(parts)) is not None:
-      return params
+    if not steps:
+      return self.pretrained(parts)
     make = lambda: train_supervised(parts, self.pretrained(parts), steps=steps, learning_rate=rate)
-    return self._stage(parts, "supervised", parts.learner.abstract().params, [steps, rate], make)
+    return self._stage(parts, "supervised", parts.learner.abstract().params, _SUPERVISED, make)
 
   def scorer(self, parts: Parts) -> tasks.Scorer | None:
     steps, rate = self.reward_model_steps, self.reward_model_rate
     if not steps:
       return None
     make = lambda: train_reward_model(parts, self.start(parts), steps=steps, learning_rate=rate)
-    options = [steps, rate, self.supervised_steps, self.supervised_rate]
-    params = self._stage(parts, "reward_model", abstract_reward_model(parts), options, make)
+    params = self._stage(parts, "reward_model", abstract_reward_model(parts), _REWARD_MODEL, make)
     return make_scorer(parts, params, missing_end=self.missing_end)
 
   def _stage(
-    self, parts: Parts, name: str, abstract: models.Params, options: list[Any], make: Callable[[], models.Params]
+    self, parts: Parts, name: str, abstract: models.Params, depends: tuple[str, ...], make: Callable[[], models.Params]
   ) -> models.Params:
     task: Any = parts.task
     fingerprint = {
       "model": dataclasses.asdict(parts.policy.config),
       "task": {key: str(value) for key, value in dataclasses.asdict(task).items()},
-      "options": options,
+      "options": {field: value for field, value in dataclasses.asdict(self).items() if field in depends},
     }
     return kept(pathlib.Path(self.stages) / name, abstract, fingerprint, make)

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 import stat
 import string
 import subprocess
@@ -14,10 +15,13 @@ import jax
 import pytest
 
 from async_rl import models
+from async_rl import runtime
 from async_rl import tasks
 from async_rl.runtime import read_metrics
 from experiments import train
+from experiments.configs import keywords
 from experiments.configs import load_all
+from experiments.configs import summaries
 
 ROOT = pathlib.Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "data" / "gsm8k"
@@ -141,6 +145,27 @@ def test_summaries_ask_for_their_posts(tmp_path, capsys):
   assert "error: give either folder (with train.jsonl" in capsys.readouterr().err
   assert train.main(["summaries", "--run-dir", str(tmp_path / "run2"), "--folder", str(tmp_path / "nowhere")]) == 2
   assert "nowhere" in capsys.readouterr().err
+
+
+def test_stages_of_other_weights_or_steps_are_refused(tmp_path):
+  options = {"run_dir": str(tmp_path / "run"), "stages": str(tmp_path / "stages"), "folder": str(posts(tmp_path))}
+  weights = [tiny_weights(tmp_path), shutil.copytree(tmp_path / "weights", tmp_path / "others")]
+
+  def start(weights, supervised_steps):
+    given = options | {"weights": str(weights), "supervised_steps": supervised_steps, "rows": 8}
+    config = summaries.Config(**summaries.SMOKE | given)
+    return config.start(runtime.Parts(config))
+
+  start(weights[0], 1)
+  with pytest.raises(runtime.CheckpointError, match="options.supervised_steps: 1 -> 2"):
+    start(weights[0], 2)
+  with pytest.raises(runtime.CheckpointError, match="options.weights: .*weights' -> .*others'"):
+    start(weights[1], 1)
+
+
+def test_rlhf_without_a_supervised_stage_starts_from_random_parameters(tmp_path):
+  config = keywords.Config(run_dir=str(tmp_path / "run"), stages=str(tmp_path / "stages"), supervised_steps=0)
+  assert config.start(runtime.Parts(config)) is None
 
 
 def test_missing_data_is_one_sentence(tmp_path, capsys):
