@@ -342,10 +342,17 @@ def finish_logits(logits: Array, config: ModelConfig) -> Array:
   return logits
 
 
-def as_used(params: Params, dtype: jnp.dtype) -> Params:
-  """Parameters in the dtypes in which they are used: matrices and biases in the compute dtype, norm scales float32."""
-  cast = lambda path, x: x.astype(jnp.float32 if path[-1].key == "scale" else dtype)
-  return jax.tree_util.tree_map_with_path(cast, params)
+def as_used(params: Params, dtype: str | jnp.dtype) -> Params:
+  """A copy in the dtypes in which parameters are used: the compute dtype, but float32 for norm scales and value heads.
+
+  Traceable. The copy shares no memory with `params`, which may be donated.
+  """
+
+  def copy(path, x):
+    small = path[-1].key == "scale" or path[0].key == "value_head"
+    return jnp.array(x, jnp.float32 if small else jnp.dtype(dtype), copy=True)
+
+  return jax.tree_util.tree_map_with_path(copy, params)
 
 
 def unstack_layers(params: Params) -> Params:

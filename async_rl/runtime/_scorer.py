@@ -77,7 +77,7 @@ class RewardModelScorer:
     self._model, self._tokenizer, self._limits = model, tokenizer, limits
     self._rows, self._missing_end = rows, missing_end
     self._device = device or jax.devices()[0]
-    self._params = jax.device_put(_prepare(model, params), self._device)
+    self._params = jax.device_put(jax.jit(functools.partial(models.as_used, dtype=model.dtype))(params), self._device)
     self.lengths = tuple(sorted({-(-sum(limits) * i // lengths) for i in range(1, lengths + 1)}))
     for length in self.lengths:
       self._values([[0]] * rows, length)
@@ -187,14 +187,3 @@ def _last_values(model: models.RewardModel, params: models.Params, tokens: jax.A
   segments = (positions < counts[:, None]).astype(jnp.int32)
   values = model.values(params, tokens, segments, positions)
   return jnp.take_along_axis(values, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _prepare(model: models.RewardModel, params: models.Params) -> models.Params:
-  """A copy for use: matrices in the compute dtype, what is small in float32."""
-
-  def copy(path, leaf):
-    small = path[-1].key == "scale" or path[0].key == "value_head"
-    return jnp.array(leaf, jnp.float32 if small else jnp.dtype(model.dtype), copy=True)
-
-  return jax.tree_util.tree_map_with_path(copy, params)

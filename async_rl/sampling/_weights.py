@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-
 from async_rl.models import Params
 from async_rl.models import Policy
 from async_rl.models import as_used
@@ -22,5 +19,4 @@ def prepare_weights(policy: Policy, params: Params) -> Params:
     policy: the architecture.
     params: from `Policy.init`.
   """
-  copy = lambda x: jnp.array(x, copy=True)
-  return jax.tree.map(copy, as_used(unstack_layers(params), jnp.dtype(policy.dtype)))
+  return as_used(unstack_layers(params), policy.dtype)
