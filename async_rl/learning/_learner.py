@@ -108,8 +108,8 @@ class Learner:
     shape: the static batch shape.
     mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
     aggregate: from per-token loss and mask, [B, C] each, to numerator and denominator; a `losses.aggregate` method.
+      Tokens that a loss rejects are in the mask: they count in the denominator.
     temperature: of the sampler's softmax.
-    count_rejected: whether tokens that a loss rejects stay in the denominator.
     score_first: run a forward pass over the whole batch first, for advantages that need the current policy and for
       losses with an `anchor`. If neither uses it, the compiler removes it.
     head_chunk: positions of a row whose logits are formed at a time.
@@ -134,7 +134,6 @@ class Learner:
     *,
     aggregate: Callable[[Array, Array], tuple[Array, Array]] = SEQUENCE_MEAN,
     temperature: float = 1.0,
-    count_rejected: bool = True,
     score_first: bool = False,
     head_chunk: int = 512,
     norm_tokens: int = 0,
@@ -143,10 +142,11 @@ class Learner:
     self.policy, self.shape, self.mesh = dataclasses.replace(policy, mesh=mesh), shape, mesh
     self.optimizer = optax.with_extra_args_support(optimizer)
     self._loss, self._advantages = loss, advantages
-    self._aggregate, self._count_rejected, self._score_first = aggregate, count_rejected, score_first
+    self._aggregate, self._score_first = aggregate, score_first
     self._score = score or functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
-    self._norm_tokens, self._ways = norm_tokens, (ways := mesh.shape["data"] * mesh.shape["fsdp"])
+    self._norm_tokens = norm_tokens
+    self._ways = ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if shape.rows % ways:
       raise ValueError(
         f"rows={shape.rows} of a micro-batch cannot be divided over data*fsdp={ways} devices of the learner mesh; "
@@ -200,17 +200,13 @@ class Learner:
     return TrainState(params, self.optimizer.init(models.split_trainable(params)[0]), jnp.zeros([], jnp.int32))
 
   def set_reference(self, params: models.Params) -> None:
-    """Makes `params`, of which only those that are trained matter, the frozen reference policy.
+    """Makes a copy of `params`, of which only those that are trained matter, the frozen reference policy.
 
-    They are copied, in the compute dtype (norm scales in float32).
+    It is kept in the compute dtype, see `models.as_used`.
     """
-
-    def copy(path, leaf):
-      return jnp.array(leaf, leaf.dtype if path[-1].key == "scale" else jnp.dtype(self.policy.dtype), copy=True)
-
     shardings = models.split_trainable(self.state_shardings.params)[0]
     placed = jax.device_put(models.split_trainable(params)[0], shardings)
-    make = lambda p: jax.tree_util.tree_map_with_path(copy, p)
+    make = functools.partial(models.as_used, dtype=self.policy.dtype)
     self._reference = jax.jit(make, out_shardings=shardings)(placed)
 
   def score_reference(self, params: models.Params, batch: Batch) -> Array:
@@ -302,8 +298,7 @@ class Learner:
       logprobs, entropy = (self._to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
       logprobs = jnp.where(mask, logprobs, 0.0)
       out = self._loss(LossInputs(logprobs, batch.logprobs, advantages, mask, lag, anchor, reference))
-      counted = mask if self._count_rejected else mask & out.keep
-      numerator, denominator = self._aggregate(out.loss, counted)
+      numerator, denominator = self._aggregate(out.loss, mask)
       return numerator, (denominator, mask, Collected(logprobs, entropy, out.clipped, out.keep))
 
     def body(m, carry):

@@ -70,7 +70,7 @@ class Parts:
       aggregate=experiment.aggregate,
       temperature=experiment.temperature,
       score_first=experiment.score_first or experiment.exact_norms,
-      norm_tokens=experiment.exact_norms * (experiment.max_prompt_tokens + experiment.max_completion_tokens),
+      norm_tokens=experiment.max_prompt_tokens + experiment.max_completion_tokens if experiment.exact_norms else 0,
     )
     self.engine = self.make_engine(experiment.sampler_config(), self.meshes.generation)
 
