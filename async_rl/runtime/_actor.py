@@ -22,7 +22,6 @@ from async_rl.runtime._records import drawn_tokens
 from async_rl.runtime._schedule import ScheduleRecorder
 from async_rl.runtime._weights import WeightStore
 from async_rl.types import NO_VERSION
-from async_rl.types import Completion
 from async_rl.types import Group
 
 #: Longest wait, in seconds, before an idle actor looks again whether the run goes on.
@@ -119,7 +118,7 @@ class Actor:
       self._ledger.generated(self._engine.counters.tokens - before)
       self._recorder.record("chunk")
       for completion in completions:
-        self._judge(completion)
+        self.conversations.judge(completion)
     self._hand_in()
     return busy
 
@@ -134,9 +133,6 @@ class Actor:
     """Waits for the rewards of all samples that have ended, and hands in what they complete."""
     self.conversations.settle()
     self._hand_in()
-
-  def _judge(self, completion: Completion) -> None:
-    self.conversations.judge(completion)
 
   def _hand_in(self) -> None:
     for group in self.conversations.finished():

@@ -101,8 +101,9 @@ class Conversations:
     """Asks the task to answer a sample that the sampler has finished, or for its reward if it has ended."""
     group, sample = self._open[completion.ticket], completion.sample
     group.completions[sample] = completion
-    turns = (*group.turns.get(sample, ()), self.last_turn(completion))
-    if not self._parts.multi_turn or completion.finish != STOP or (len(turns) + 1) // 2 >= self._max_turns:
+    turns = (*group.turns.get(sample, ()), last_turn(self._parts, completion))
+    last = (len(turns) + 1) // 2 >= self._parts.experiment.max_turns
+    if not self._parts.multi_turn or completion.finish != STOP or last:
       self._end(completion)
     else:
       group.answers[sample] = self._rewards.respond(group.request.prompt, turns)
@@ -157,21 +158,12 @@ class Conversations:
     """Turns and calls of a batch, and the calls that failed so far; nothing without a tool."""
     if not self._parts.multi_turn:
       return {}
-    turns = [self.count_turns(c) for group in groups for c in group.completions]
+    turns = [1 + int(np.count_nonzero(_ends(self._parts, c)[:-1])) for group in groups for c in group.completions]
     return {
       "tools/turns": float(np.mean(turns)),
       "tools/calls": float(sum(turns) - len(turns)),
       "tools/failures": float(sum(self._rewards.tool_failures.values())),
     }
-
-  def count_turns(self, completion: Completion) -> int:
-    """The model's turns in a completion."""
-    return int(np.count_nonzero(self._ends(completion)[:-1])) + 1
-
-  def last_turn(self, completion: Completion) -> str:
-    """Text of what the model wrote last."""
-    before = np.flatnonzero((self._ends(completion) | ~completion.mask)[:-1])
-    return self._parts.decode(completion.tokens[before[-1] + 1 if len(before) else 0 :])
 
   # Checkpoints.
 
@@ -198,10 +190,6 @@ class Conversations:
 
   # The parts.
 
-  @property
-  def _max_turns(self) -> int:
-    return self._parts.experiment.max_turns
-
   def _go_on(self, ticket: int, sample: int) -> None:
     """Continues or ends one sample after the task's answer."""
     group = self._open[ticket]
@@ -216,7 +204,7 @@ class Conversations:
         self._end(completion._replace(finish=LENGTH))
       else:
         del group.completions[sample]
-        group.turns[sample] = (*group.turns.get(sample, ()), self.last_turn(completion), answer.text)
+        group.turns[sample] = (*group.turns.get(sample, ()), last_turn(self._parts, completion), answer.text)
         self._engine.resume(group.request, completion, tokens)
 
   def _end(self, completion: Completion, reason: str = "earlier") -> None:
@@ -227,9 +215,16 @@ class Conversations:
       reward: Future[tasks.RewardResult] = Future()
       reward.set_result(tasks.RewardResult(self._rewards.failure_value, True, f"tool call {reason}"))
     else:
-      reward = self._scorer.submit(group.request.prompt, self.last_turn(completion), completion.finish)
+      reward = self._scorer.submit(group.request.prompt, last_turn(self._parts, completion), completion.finish)
     group.rewards[completion.sample] = reward
 
-  def _ends(self, completion: Completion) -> np.ndarray:
-    """Bool [T], whether a token is drawn and ends a turn."""
-    return completion.mask & np.isin(completion.tokens, self._parts.tokenizer.stop_ids)
+
+def last_turn(parts: Parts, completion: Completion) -> str:
+  """Text of what the model wrote last."""
+  before = np.flatnonzero((_ends(parts, completion) | ~completion.mask)[:-1])
+  return parts.decode(completion.tokens[before[-1] + 1 if len(before) else 0 :])
+
+
+def _ends(parts: Parts, completion: Completion) -> np.ndarray:
+  """bool [T], whether a token is drawn and ends a turn."""
+  return completion.mask & np.isin(completion.tokens, parts.tokenizer.stop_ids)

@@ -14,6 +14,7 @@ from async_rl import sampling
 from async_rl import tasks
 from async_rl.runtime._conversations import Conversations
 from async_rl.runtime._conversations import Scored
+from async_rl.runtime._conversations import last_turn
 from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
 from async_rl.types import LENGTH
@@ -92,8 +93,7 @@ def evaluate(
     "truncated": float(np.mean([c.finish == LENGTH for c in completions])),
   }
   if proxy is not None:
-    text = Conversations(parts, engine, rewards, samples).last_turn
-    futures = [proxy.submit(g.request.prompt, text(c), c.finish) for g in groups for c in g.completions]
+    futures = [proxy.submit(g.request.prompt, last_turn(parts, c), c.finish) for g in groups for c in g.completions]
     found["proxy"] = float(np.mean([future.result().value for future in futures]))
   if policy is not None:
     found["kl_reference"] = _distance(parts, policy, groups)

@@ -49,10 +49,7 @@ def adam(learning_rate: float) -> optax.GradientTransformation:
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95))
 
 
-def written(tokens: Sequence[int], sample: int = 0, *, last_only: bool = False) -> Completion:
-  """A completion that no policy drew, to be trained on every token or on the last one."""
-  count = len(tokens)
-  mask = np.arange(count) == count - 1 if last_only else np.ones(count, bool)
-  return Completion(
-    0, sample, np.asarray(tokens, np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32), mask, STOP
-  )
+def written(tokens: Sequence[int], mask: Sequence[bool], sample: int = 0) -> Completion:
+  """A completion that no policy drew, to be trained where `mask` is True."""
+  logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+  return Completion(0, sample, np.asarray(tokens, np.int32), logprobs, versions, np.asarray(mask, bool), STOP)

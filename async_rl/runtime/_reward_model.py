@@ -166,5 +166,6 @@ def _batches(parts: Parts, pairs: Sequence[tasks.Preference], rng: np.random.Gen
     pair = pairs[int(rng.integers(len(pairs)))]
     encoded = [encode_text(parts.tokenizer, pair.prompt, text) for text in (pair.chosen, pair.rejected)]
     request = Request(UNTRAINED_TICKETS, np.asarray(encoded[0][0], np.int32), Prompt(0, "", None))
-    completions = tuple(written(tokens, k, last_only=True) for k, (_, tokens) in enumerate(encoded))
+    last = lambda tokens: [False] * (len(tokens) - 1) + [True]
+    completions = tuple(written(tokens, last(tokens), k) for k, (_, tokens) in enumerate(encoded))
     yield Group(request, completions, np.array([1.0, 0.0], np.float32))

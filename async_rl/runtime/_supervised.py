@@ -122,4 +122,4 @@ def _completion(parts: Parts, prompt: Prompt, solution: str | Sequence[str]) -> 
     drawn = i % 2 == 0
     tokens += [*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]] if drawn else parts.encode_turn(prompt, text)
     mask += [drawn] * (len(tokens) - len(mask))
-  return written(tokens)._replace(mask=np.array(mask))
+  return written(tokens, mask)

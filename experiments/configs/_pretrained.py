@@ -85,7 +85,7 @@ class Pretrained(Experiment):
       high=self.align_high,
     )
 
-  def start(self, parts: Parts) -> models.Params:
+  def start(self, parts: Parts) -> models.Params | None:
     params = load_pretrained(self.weights, parts)
     if not self.supervised_steps:
       return params
