@@ -98,7 +98,7 @@ class Group(NamedTuple):
     request: the prompt as it was submitted.
     completions: the K samples, ordered by `sample`.
     rewards: float32 [K].
-    failures: how many of the K rewards are stand-ins because the reward function failed or timed out.
+    failures: how many of the K rewards are stand-ins because the reward or a call of the tool failed or timed out.
   """
 
   request: Request
@@ -149,8 +149,8 @@ class TrainState(NamedTuple):
   """Everything an optimizer step changes; donated to it.
 
   Attributes:
-    params: the policy's parameters, float32 master weights.
-    opt_state: state of the optax chain, stabilizers included.
+    params: the policy's parameters, float32 master weights; beside adapters, what is frozen is in the compute dtype.
+    opt_state: state of the optax chain, stabilizers included; of what is trained.
     version: int32 [], optimizer steps taken.
   """
 

@@ -1,4 +1,4 @@
-"""Batch assembly and the learner step."""
+"""Batch assembly, the learner step, and the methods of RLHF as what it takes."""
 
 from async_rl.learning._batch import BatchShape as BatchShape
 from async_rl.learning._batch import pack as pack

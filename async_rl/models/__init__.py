@@ -1,4 +1,4 @@
-"""The policy: architecture, scoring, cached decode, sharding, public weights, tokenizers."""
+"""The policy: architecture, adapters, scoring, cached decode, reward model, sharding, public weights, tokenizers."""
 
 from async_rl.models._attention import cache_attention
 from async_rl.models._attention import self_attention

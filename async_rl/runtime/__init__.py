@@ -1,4 +1,7 @@
-"""What a run is made of: meshes, weight store, rollout buffer, actors, the loop, checkpoints, metrics, ledger."""
+"""What a run is made of: meshes, weight store, rollout buffer, actor, the loop, checkpoints, metrics, ledger.
+
+And what may come before it: supervised training and a reward model.
+"""
 
 from async_rl.runtime._actor import Actor as Actor
 from async_rl.runtime._buffer import Closed as Closed

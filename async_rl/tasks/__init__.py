@@ -1,4 +1,4 @@
-"""Tasks: prompts and verifiable rewards. Importing this folder loads neither JAX nor a data-set library."""
+"""Tasks: prompts, verifiable rewards, tools, preferences. Importing this loads neither JAX nor a data-set library."""
 
 from async_rl.tasks._calculator import Calculator
 from async_rl.tasks._countdown import Countdown
