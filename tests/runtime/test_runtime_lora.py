@@ -8,9 +8,10 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from test_runtime_run import assert_identical
-from test_runtime_run import rows
-from test_runtime_run import run
+from runs import assert_identical
+from runs import killed_at
+from runs import rows
+from runs import run
 from tiny import Tiny
 
 from async_rl import models
@@ -97,17 +98,8 @@ def test_sampler_and_learner_agree_at_lag_zero_while_weights_change(tmp_path):
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, monkeypatch):
   make = lambda name: TinyLoRA(run_dir=str(tmp_path / name), lag="heavy", checkpoint_every=2)
   _, whole, host = run(make("whole"))
-  learn = _run._Run._learn
-
-  def dies(self, groups):
-    if self.version == 5:
-      raise KeyboardInterrupt
-    learn(self, groups)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(_run._Run, "_learn", dies)
-    with pytest.raises(KeyboardInterrupt):
-      runtime.train(make("killed"))
+  with killed_at(5):
+    runtime.train(make("killed"))
   monkeypatch.setattr(TinyLoRA, "start", lambda self, parts: pytest.fail("the folder has all that it needs"))
   _, resumed, resumed_host = run(make("killed"))
   assert_identical(whole, resumed)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import killed_at
 from tiny import Tiny
 
 from async_rl import learning
@@ -17,7 +18,6 @@ from async_rl import models
 from async_rl import runtime
 from async_rl import tasks
 from async_rl.runtime import _reward_model
-from async_rl.runtime import _run
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Prompt
@@ -222,22 +222,13 @@ def test_no_steps_and_pairs_that_do_not_fit_are_errors():
     runtime.train_reward_model(parts, {}, steps=1, learning_rate=1e-3)
 
 
-def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path, monkeypatch):
+def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path):
   make = lambda name: Words(
     run_dir=str(tmp_path / name), lag="rounds", max_lag=3, checkpoint_every=2, steps=7, eval_prompts=8, eval_every=4
   )
   whole = runtime.train(make("whole"))
-  learn = _run._Run._learn
-
-  def dies(self, groups):
-    if self.version == 5:
-      raise KeyboardInterrupt
-    learn(self, groups)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(_run._Run, "_learn", dies)
-    with pytest.raises(KeyboardInterrupt):
-      runtime.train(make("killed"))
+  with killed_at(5):
+    runtime.train(make("killed"))
   resumed = runtime.train(make("killed"))
   reported = ("reward/mean", "kl/reference", "loss", "eval/proxy", "eval/accuracy", "eval/kl_reference")
   wanted = [{name: row[name] for name in ("step", *reported) if name in row} for row in rows(whole)]

@@ -11,6 +11,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from runs import assert_identical
+from runs import killed_at
+from runs import rows
+from runs import run
 from tiny import DigitSums
 from tiny import Tiny
 
@@ -18,28 +22,6 @@ from async_rl import models
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl.runtime import _run
-
-
-def params_of(summary, experiment):
-  """The final parameters, read back from the checkpoint."""
-  parts = runtime.Parts(experiment)
-  store = parts.make_checkpointer(summary.folder.checkpoints)
-  state, host = store.restore(parts.learner.abstract())
-  store.close()
-  return jax.device_get(state), host
-
-
-def run(experiment):
-  summary = runtime.train(experiment)
-  return summary, *params_of(summary, experiment)
-
-
-def assert_identical(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def rows(summary):
-  return [r for r in runtime.read_metrics(summary.folder.metrics) if "reward/mean" in r]
 
 
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
@@ -73,22 +55,12 @@ def test_samplers_draw_with_leading_weights_and_record_their_logprobs(tmp_path):
 
 
 @pytest.mark.parametrize("lag", ["fixed", "heavy"])
-def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, monkeypatch, lag):
+def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
   make = lambda name, **options: Tiny(run_dir=str(tmp_path / name), lag=lag, max_lag=3, checkpoint_every=2, **options)
   summary, whole, host = run(make("whole"))
   assert rows(summary)[-1]["staleness/max"] == (3 if lag == "fixed" else rows(summary)[-1]["staleness/max"])
-
-  learn = _run._Run._learn
-
-  def dies(self, groups):
-    if self.version == 5:
-      raise KeyboardInterrupt
-    learn(self, groups)
-
-  monkeypatch.setattr(_run._Run, "_learn", dies)
-  with pytest.raises(KeyboardInterrupt):
+  with killed_at(5):
     runtime.train(make("killed"))
-  monkeypatch.setattr(_run._Run, "_learn", learn)
   resumed_summary, resumed, resumed_host = run(make("killed"))
   assert_identical(whole, resumed)
   assert resumed_host["ledger"] == host["ledger"]
@@ -223,14 +195,14 @@ def test_supervised_training_without_solutions_that_fit_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("mode", ["async", "simulated"])
 def test_an_error_of_the_sampler_ends_the_run_with_its_cause(tmp_path, monkeypatch, mode):
-  monkeypatch.setattr(runtime.Actor, "_judge", lambda *_: (_ for _ in ()).throw(MemoryError("in the sampler")))
+  monkeypatch.setattr(runtime.Conversations, "judge", lambda *_: (_ for _ in ()).throw(MemoryError("in the sampler")))
   with pytest.raises(MemoryError, match="in the sampler"):
     runtime.train(Tiny(run_dir=str(tmp_path), mode=mode))
   assert not any(t.name == "actor" and t.is_alive() for t in threading.enumerate())
 
 
 def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeypatch):
-  judge, learn, failed = runtime.Actor._judge, _run._Run._learn, threading.Event()
+  judge, learn, failed = runtime.Conversations.judge, _run._Run._learn, threading.Event()
 
   def fails(self, completion):
     if completion.ticket >= 6:
@@ -242,7 +214,7 @@ def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeyp
     assert failed.wait(60)
     learn(self, groups)
 
-  monkeypatch.setattr(runtime.Actor, "_judge", fails)
+  monkeypatch.setattr(runtime.Conversations, "judge", fails)
   monkeypatch.setattr(_run._Run, "_learn", after)
   with pytest.raises(MemoryError, match="in the sampler"):
     runtime.train(Tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))

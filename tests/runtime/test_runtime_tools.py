@@ -7,6 +7,9 @@ import time
 import jax
 import numpy as np
 import pytest
+import runs
+from runs import assert_identical
+from runs import killed_at
 from talking import Talking
 from tiny import Tiny
 
@@ -14,7 +17,6 @@ from async_rl import learning
 from async_rl import models
 from async_rl import runtime
 from async_rl import tasks
-from async_rl.runtime import _run
 from async_rl.runtime import _supervised
 from async_rl.types import FAILED
 from async_rl.types import LENGTH
@@ -42,13 +44,9 @@ class Talk(Tiny):
 
 
 def run(experiment):
+  """Metrics of the steps, final state and the host's."""
   summary = runtime.train(experiment)
-  parts = runtime.Parts(experiment)
-  store = parts.make_checkpointer(summary.folder.checkpoints)
-  state, host = store.restore(parts.learner.abstract())
-  store.close()
-  rows = [r for r in runtime.read_metrics(summary.folder.metrics) if "reward/mean" in r]
-  return rows, jax.device_get(state), host
+  return runs.rows(summary), *runs.params_of(summary, experiment)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +61,6 @@ def complete(parts, count=8, **options):
   """Groups of two samples, with a tool in this process."""
   with tasks.RewardPool(dataclasses.replace(parts.task, **options), workers=0, failure_value=-1.0) as pool:
     return runtime.complete(parts, parts.engine, [parts.request(t) for t in range(count)], 2, pool)
-
-
-def assert_identical(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
@@ -86,20 +80,11 @@ def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   np.testing.assert_allclose(rewards.mean(), last["eval/accuracy"], rtol=1e-6)
 
 
-def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, monkeypatch):
+def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
   make = lambda name: Talk(run_dir=str(tmp_path / name), lag="heavy", max_lag=3, checkpoint_every=2)
   rows, whole, host = run(make("whole"))
-  learn = _run._Run._learn
-
-  def dies(self, groups):
-    if self.version == 5:
-      raise KeyboardInterrupt
-    learn(self, groups)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(_run._Run, "_learn", dies)
-    with pytest.raises(KeyboardInterrupt):
-      runtime.train(make("killed"))
+  with killed_at(5):
+    runtime.train(make("killed"))
   resumed_rows, resumed, resumed_host = run(make("killed"))
   assert_identical(whole, resumed)
   assert resumed_host["ledger"] == host["ledger"]

@@ -1,0 +1,49 @@
+"""What tests of whole runs share."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from async_rl import runtime
+from async_rl.runtime import _run
+
+
+def params_of(summary, experiment):
+  """The final state and the host's, read back from the checkpoint."""
+  parts = runtime.Parts(experiment)
+  store = parts.make_checkpointer(summary.folder.checkpoints)
+  state, host = store.restore(parts.learner.abstract())
+  store.close()
+  return jax.device_get(state), host
+
+
+def run(experiment):
+  summary = runtime.train(experiment)
+  return summary, *params_of(summary, experiment)
+
+
+def rows(summary):
+  """Metrics of the steps, without those of evaluations."""
+  return [r for r in runtime.read_metrics(summary.folder.metrics) if "reward/mean" in r]
+
+
+def assert_identical(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@contextlib.contextmanager
+def killed_at(version):
+  """A run in here dies before the step from this version."""
+  learn = _run._Run._learn
+
+  def dies(self, groups):
+    if self.version == version:
+      raise KeyboardInterrupt
+    learn(self, groups)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(_run._Run, "_learn", dies)
+    with pytest.raises(KeyboardInterrupt):
+      yield
