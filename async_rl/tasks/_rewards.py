@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -100,10 +101,11 @@ def _raised(error: BaseException) -> str:
   return f"raised {type(error).__name__}: {error}"[:500]
 
 
-#: What a worker does, by name: the function that does it, and what the outcome is if it could not be had.
+#: What a worker does, by name: the function that does it, and what the outcome is if it could not be had. What comes
+#: first here is done first: generation waits for the answers of tools.
 CALLS: dict[str, tuple[Any, Any]] = {
-  "reward": (judge, RewardResult(0.0, failed=True)),
   "respond": (answer, ToolResult(None, failed=True)),
+  "reward": (judge, RewardResult(0.0, failed=True)),
 }
 #: One call: its name, and the arguments after the task.
 _Job = tuple[str, tuple[Any, ...]]
@@ -168,7 +170,9 @@ class RewardPool:
     self._capacity = capacity
     self._boot = (memory_bytes, pickle.dumps(task))
     self._lock = threading.Condition()
-    self._waiting: collections.deque[tuple[Future[Any], _Job]] = collections.deque()
+    self._waiting: dict[str, collections.deque[tuple[Future[Any], _Job]]] = {
+      name: collections.deque() for name in CALLS
+    }
     self._failures: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in CALLS}
     self._closed = False
     self._broken: Exception | None = None
@@ -198,19 +202,19 @@ class RewardPool:
     return self._submit(("reward", (prompt, text, finish)))
 
   def respond(self, prompt: Prompt, turns: Sequence[str]) -> Future[ToolResult]:
-    """Queues a call of the task's `respond`, before all rewards since generation waits for it; else like `submit`."""
-    return self._submit(("respond", (prompt, tuple(turns))), first=True)
+    """Queues a call of the task's `respond`; such calls are served before rewards. Else like `submit`."""
+    return self._submit(("respond", (prompt, tuple(turns))))
 
-  def _submit(self, job: _Job, first: bool = False) -> Future[Any]:
+  def _submit(self, job: _Job) -> Future[Any]:
     future: Future[Any] = Future()
     if not self._threads:
       self._check_open()
       future.set_result(self._counted(job, CALLS[job[0]][0](self._task, *job[1])))
       return future
     with self._lock:
-      self._lock.wait_for(lambda: self._closed or self._broken or len(self._waiting) < self._capacity)
+      self._lock.wait_for(lambda: self._closed or self._broken or self._count() < self._capacity)
       self._check_open()
-      (self._waiting.appendleft if first else self._waiting.append)((future, job))
+      self._waiting[job[0]].append((future, job))
       self._lock.notify_all()
     return future
 
@@ -218,7 +222,8 @@ class RewardPool:
     """Kills the workers and cancels what waits. Idempotent; never waits for a reward."""
     with self._lock:
       self._closed = True
-      self._cancel_waiting()
+      for future, _ in self._take_waiting():
+        future.cancel()
       for worker in self._workers:
         worker.signal()
       self._lock.notify_all()
@@ -237,9 +242,15 @@ class RewardPool:
     if self._closed:
       raise RuntimeError("this RewardPool is closed: submit before close()")
 
-  def _cancel_waiting(self) -> None:
-    while self._waiting:
-      self._waiting.popleft()[0].cancel()
+  def _count(self) -> int:
+    """How many calls wait."""
+    return sum(map(len, self._waiting.values()))
+
+  def _take_waiting(self) -> Iterator[tuple[Future[Any], _Job]]:
+    """Removes and yields the calls that wait, in the order in which they are served."""
+    for queue in self._waiting.values():
+      while queue:
+        yield queue.popleft()
 
   def _counted(self, job: _Job, result: Any) -> Any:
     if not result.failed:
@@ -252,10 +263,10 @@ class RewardPool:
     """The thread of one worker: hands it one job at a time until the pool closes."""
     while True:
       with self._lock:
-        self._lock.wait_for(lambda: self._closed or self._waiting)
+        self._lock.wait_for(lambda: self._closed or self._count())
         if self._closed:
           break
-        future, job = self._waiting.popleft()
+        future, job = next(self._take_waiting())
         self._lock.notify_all()
       if not future.set_running_or_notify_cancel():
         continue
@@ -299,10 +310,9 @@ class RewardPool:
       if self._closed:
         return _failed(job, _CLOSED)
       self._broken = error
-      for future, _ in self._waiting:
+      for future, _ in self._take_waiting():
         if future.set_running_or_notify_cancel():
           future.set_exception(error)
-      self._waiting.clear()
       self._lock.notify_all()
     raise error
 

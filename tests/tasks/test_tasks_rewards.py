@@ -1,5 +1,6 @@
 """The reward pool: whatever a verifier does costs one sample and nothing else."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -19,8 +20,10 @@ def ask(answer, text="yes"):
   return Prompt(0, "?", answer), text, STOP
 
 
-def processes():
-  return [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+def command_lines():
+  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):  # of a process that has ended meanwhile
+      yield path.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_time_limit_kills_and_replaces_the_worker(hasty, answer):
   assert [r.value for r in results] == [1.0, -1.0, 1.0, 1.0]
   assert results[1].reason == "timeout after 0.3 s"
   assert hasty.submit(*ask("right")).result(timeout=60).value == 1.0
-  assert not any(b"98765.4321" in command.read_bytes() for command in processes()), "a child outlived its worker"
+  assert not any(b"98765.4321" in line for line in command_lines()), "a child outlived its worker"
 
 
 def test_workers_import_no_jax_and_are_other_processes(pool):
@@ -195,6 +198,15 @@ def test_a_failing_tool_costs_one_call_and_is_counted_apart(pool, answer, reason
   assert pool.tool_failures[kind] == before + 1
   assert pool.failures == rewards
   assert pool.respond(Prompt(0, "?", "echo"), ["a"]).result().text == "a"
+
+
+def test_answers_come_in_the_order_of_the_calls():
+  with tasks.RewardPool(misbehaving.Misbehaving(), workers=1) as pool:
+    calls, done = [pool.respond(Prompt(0, "?", "echo"), [str(i)]) for i in range(5)], []
+    for call in calls:
+      call.add_done_callback(done.append)
+    assert [call.result().text for call in calls] == list("01234")
+    assert done == calls
 
 
 def test_a_hanging_tool_is_killed_and_answers_come_before_rewards(hasty):
