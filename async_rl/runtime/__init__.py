@@ -15,7 +15,7 @@ from async_rl.runtime._evaluation import complete as complete
 from async_rl.runtime._evaluation import evaluate as evaluate
 from async_rl.runtime._evaluation import mean_and_interval as mean_and_interval
 from async_rl.runtime._experiment import Experiment as Experiment
-from async_rl.runtime._kept import kept as kept
+from async_rl.runtime._kept import restore_or_make as restore_or_make
 from async_rl.runtime._ledger import Ledger as Ledger
 from async_rl.runtime._mesh import Meshes as Meshes
 from async_rl.runtime._mesh import make_mesh as make_mesh

@@ -38,10 +38,10 @@ class Actor:
   Args:
     parts: of the run; the actor owns `parts.engine`.
     buffer: takes finished groups.
-    rewards: scores completions, and answers for the tools of a task.
+    rewards: asks the task for rewards and for the answers of its tool.
     ledger: is told of every token drawn.
     recorder: of the schedule.
-    scorer: scores completions in its place.
+    scorer: gives the rewards in the place of the task.
   """
 
   def __init__(

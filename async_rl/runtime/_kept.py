@@ -18,13 +18,13 @@ from async_rl.runtime._parts import Parts
 from async_rl.types import TrainState
 
 
-def kept(
+def restore_or_make(
   folder: pathlib.Path | str,
   abstract: models.Params,
   fingerprint: Mapping[str, Any],
   make: Callable[[], models.Params],
 ) -> models.Params:
-  """The parameters kept in `folder`; if there are none yet, makes and keeps them.
+  """Restores the parameters kept in `folder`; if there are none yet, makes and keeps them.
 
   Args:
     folder: of a checkpoint of its own.
@@ -64,4 +64,4 @@ def set_reference(parts: Parts, folder: pathlib.Path, params: models.Params | No
     return trained(params)
 
   abstract, model = trained(parts.learner.abstract().params), {"model": dataclasses.asdict(parts.policy.config)}
-  parts.learner.set_reference(kept(folder, abstract, model, start))
+  parts.learner.set_reference(restore_or_make(folder, abstract, model, start))

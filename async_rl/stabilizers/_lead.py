@@ -28,7 +28,8 @@ def lead_by_momentum(
   log-probabilities are those of the weights that drew, so importance weights stay exact.
 
   The updates pass unchanged. Place it last in the chain, after the learning rate and `scale_by_ess`, within
-  `control_alignment`. With Adam it takes the second moment as constant over the lag. Not from a paper: see
+  `control_alignment`. With Adam it takes the second moment as constant over the lag. Where samplers lead, no batch is
+  on-policy, at no lag: give `scale_by_ess` a fixed `reference` and no `reference_decay`. Not from a paper: see
   experiments/reproductions/lag_sweep.md for what it does, and does not do, at which lag.
 
   Args:

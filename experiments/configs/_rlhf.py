@@ -14,12 +14,11 @@ from async_rl import losses
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
-from async_rl.learning import RLHF
 from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
 from async_rl.runtime import abstract_reward_model
-from async_rl.runtime import kept
 from async_rl.runtime import make_scorer
+from async_rl.runtime import restore_or_make
 from async_rl.runtime import train_reward_model
 from async_rl.runtime import train_supervised
 
@@ -67,8 +66,8 @@ class RLHFExperiment(Experiment):
     self.rlhf  # noqa: B018, checks the options
 
   @property
-  def rlhf(self) -> RLHF:
-    return RLHF(self.method, self.groups, self.beta, self.kl_coefficient, self.kl)
+  def rlhf(self) -> learning.RLHF:
+    return learning.RLHF(self.method, self.groups, self.beta, self.kl_coefficient, self.kl)
 
   def loss(self, x: learning.LossInputs) -> losses.PolicyLoss:
     return self.rlhf.loss(x)
@@ -111,4 +110,4 @@ class RLHFExperiment(Experiment):
       "task": {key: str(value) for key, value in dataclasses.asdict(task).items()},
       "options": {field: value for field, value in dataclasses.asdict(self).items() if field in depends},
     }
-    return kept(pathlib.Path(self.stages) / name, abstract, fingerprint, make)
+    return restore_or_make(pathlib.Path(self.stages) / name, abstract, fingerprint, make)

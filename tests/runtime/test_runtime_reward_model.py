@@ -201,9 +201,11 @@ def test_a_reward_model_learns_the_comparisons(tmp_path):
   parts = parts_of()
   params = runtime.train_reward_model(parts, None, steps=300, learning_rate=5e-3, pairs=32, check_every=300)
   fingerprint = {"of": "test"}
-  kept = lambda make: runtime.kept(tmp_path / "kept", runtime.abstract_reward_model(parts), fingerprint, make)
-  kept(lambda: params)
-  restored = kept(lambda: pytest.fail("they are there"))
+  stage = lambda make: runtime.restore_or_make(
+    tmp_path / "stage", runtime.abstract_reward_model(parts), fingerprint, make
+  )
+  stage(lambda: params)
+  restored = stage(lambda: pytest.fail("they are there"))
   with runtime.make_scorer(parts, restored) as scorer:
     assert runtime.pair_accuracy(scorer, parts.task.preferences("test")) > 0.8
     values = np.array(_reward_model._values(scorer, parts.task.preferences("train")[:256]))
@@ -211,7 +213,7 @@ def test_a_reward_model_learns_the_comparisons(tmp_path):
   assert values.std() == pytest.approx(1.0, abs=1e-3)
   fingerprint["of"] = "another"
   with pytest.raises(runtime.CheckpointError, match="of: 'test' -> 'another'"):
-    kept(lambda: params)
+    stage(lambda: params)
 
 
 def test_no_steps_and_pairs_that_do_not_fit_are_errors():
