@@ -31,7 +31,7 @@ def export(
     run_dir: folder of the run.
     folder: to write; must not exist.
     like: the Hugging Face folder that training started from, whose tokenizer and config.json are taken over.
-    dtype: to store.
+    dtype: to store; in 16 bits, what adapters add is lost where it is small beside the weight.
     step: which checkpoint; by default the newest.
   """
   parts = Parts(load_experiment(run_dir))

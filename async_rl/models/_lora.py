@@ -76,15 +76,16 @@ def split_trainable(params: Params) -> tuple[Params, Params]:
 
 
 def merge_adapters(lora: LoRA, params: Params) -> Params:
-  """Stacked parameters of the plain policy that computes the same: W + (alpha / rank) A B in W's dtype."""
+  """Stacked float32 parameters of the plain policy that computes the same: W + (alpha / rank) A B.
+
+  In float32 whatever W's dtype is: rounded to bfloat16 on the way, most of a small update would be lost.
+  """
 
   def merge(name, layer):
     if name not in params["adapters"]:
       return layer
     a, b = params["adapters"][name]["a"], params["adapters"][name]["b"]
-    kernel = layer["kernel"]
-    added = lora.scale * jnp.einsum("lir,lro->lio", a, b, precision="highest")
-    return {**layer, "kernel": (kernel + added).astype(kernel.dtype)}
+    return {**layer, "kernel": layer["kernel"] + lora.scale * jnp.einsum("lir,lro->lio", a, b, precision="highest")}
 
-  layers = {name: merge(name, layer) for name, layer in params["layers"].items()}
-  return {"ends": params["ends"], "layers": layers}
+  frozen = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {part: params[part] for part in ("ends", "layers")})
+  return frozen | {"layers": {name: merge(name, layer) for name, layer in frozen["layers"].items()}}

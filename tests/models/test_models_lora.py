@@ -51,6 +51,18 @@ def test_merged_weights_compute_the_same():
   np.testing.assert_allclose(logprobs(POLICY, params), logprobs(PLAIN, merged), atol=1e-5)
 
 
+def test_merging_into_a_bfloat16_base_loses_no_small_update():
+  params = started()
+  base = models.as_used(models.split_trainable(params)[1], "bfloat16")
+  small = {"adapters": jax.tree.map(lambda x: 0.03 * x, params["adapters"])}
+  merged = models.merge_adapters(LORA, base | small)
+  assert {x.dtype for x in jax.tree.leaves(merged)} == {np.dtype("float32")}
+  a, b = (np.asarray(small["adapters"]["q"][part], np.float64) for part in ("a", "b"))
+  added = np.asarray(merged["layers"]["q"]["kernel"]) - np.asarray(base["layers"]["q"]["kernel"], np.float32)
+  np.testing.assert_allclose(added, LORA.scale * np.einsum("lir,lro->lio", a, b), atol=2e-7)
+  assert 1e-4 < np.abs(added).max() < 1e-2
+
+
 def test_decode_agrees_with_full_forward():
   params = started()
   tokens, segments, positions = rows()
