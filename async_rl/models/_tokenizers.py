@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
     """The ids that continue a conversation after a completion: another's turn, then the opening of the model's next.
 
     The completion is taken to end with its stop token; what the template writes after that token is included here.
-    Without a chat template it is `text` alone.
+    Without a chat template it is `text` alone. Markup of special tokens in `text` is text like any other.
     """
 
   def encode(self, text: str) -> list[int]:
@@ -62,6 +62,10 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text of `ids` without special tokens. Bytes that are not UTF-8 become U+FFFD; it never raises."""
+
+
+#: Stands for a text that is encoded by itself.
+_PLACE = "\ufffctext\ufffc"
 
 
 class _Base:
@@ -80,6 +84,7 @@ class _Base:
     self.vocab_size = vocab_size
     self.bos_id = bos_id
     names = {id: name for name, id in specials.items()}
+    self._names = tuple(specials)
     self._template = None
     if chat_template is not None:
       named = {"bos_token": bos_id, "eos_token": eos_ids[0] if eos_ids else None}
@@ -110,12 +115,18 @@ class _Base:
       return self.encode(text)
     before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     closed = self._template.render(before, add_generation_prompt=False)
-    whole = self._template.render([*before, {"role": role, "content": text}])
+    marked = any(name in text for name in self._names)
+    content = _PLACE if marked else text
+    whole = self._template.render([*before, {"role": role, "content": content}])
     ids = self._encode_marked(closed)
     stop = max((i for i, id in enumerate(ids) if id in self.stop_ids), default=None)
     if stop is None or not whole.startswith(closed):
       raise ValueError("the chat template does not end the model's turn with a stop token, so it cannot be continued")
-    return self._encode_marked(whole)[stop + 1 :]
+    if not marked:
+      return self._encode_marked(whole)[stop + 1 :]
+    # Nobody who speaks through a tool may end its turn or open another one.
+    opening, _, closing = whole.partition(_PLACE)
+    return [*self._encode_marked(opening)[stop + 1 :], *self.encode(text), *self._encode_marked(closing)]
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._decode([i for i in map(int, ids) if i not in self._special_ids and 0 <= i < self.vocab_size])
