@@ -62,6 +62,25 @@ def load_experiment(run_dir: pathlib.Path) -> Experiment:
   return configs[name](**options | lists | {"run_dir": str(run_dir)})
 
 
+def load_weights(parts: Parts, weights: str) -> Any:
+  """Other weights for the run's policy, which loses its adapters.
+
+  Raises:
+    ValueError: if they are of another architecture, since its tokenizer would be another one too.
+  """
+  checkpoint = models.open_checkpoint(models.find_weights(weights))
+  mine = dataclasses.replace(parts.policy, lora=None)
+  config = dataclasses.replace(checkpoint.config, vocab_limit=mine.config.vocab_limit)
+  theirs = dataclasses.replace(mine, config=config)
+  if theirs.abstract() != mine.abstract():
+    fields = (field.name for field in dataclasses.fields(config))
+    pairs = ((name, getattr(mine.config, name), getattr(config, name)) for name in fields)
+    changes = "; ".join(f"{name}: {a} -> {b}" for name, a, b in pairs if a != b)
+    raise ValueError(f"{weights} is of another model than the run's ({changes}); give weights of the same one.")
+  parts.policy = theirs
+  return models.load_params(checkpoint, parts.learner.state_shardings.params)
+
+
 def score(parts: Parts, params: Any, prompts: list[Prompt], samples: int, temperature: float) -> np.ndarray:
   """Rewards of `samples` completions of each prompt, float [N, samples]."""
   e = parts.experiment
@@ -110,10 +129,7 @@ def evaluate(
     params = checkpoints.restore_params(parts.learner.abstract().params, step)
     what = f"step {checkpoints.latest_step if step is None else step}"
   else:
-    parts.policy = dataclasses.replace(parts.policy, lora=None)
-    params = models.load_params(
-      models.open_checkpoint(models.find_weights(weights)), parts.learner.state_shardings.params
-    )
+    params = load_weights(parts, weights)
     what = weights
   found = parts.task.prompts(split)
   rewards = score(
