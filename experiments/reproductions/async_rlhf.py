@@ -18,6 +18,7 @@ import pathlib
 import time
 from typing import Any
 from typing import NamedTuple
+from typing import get_args
 
 import jax
 import numpy as np
@@ -115,7 +116,9 @@ def draw(found: list[Look], file: pathlib.Path) -> None:
 def report(folder: pathlib.Path, results: pathlib.Path) -> None:
   """Writes async_rlhf.csv and .png to `results` and prints the table."""
   found = looks(folder)
-  results.mkdir(exist_ok=True)
+  if not found:
+    raise FileNotFoundError(f"{folder} holds no runs to report; make some first, or give --folder.")
+  results.mkdir(parents=True, exist_ok=True)
   with open(results / "async_rlhf.csv", "w", newline="") as file:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(Look._fields)
@@ -126,14 +129,19 @@ def report(folder: pathlib.Path, results: pathlib.Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/async_rlhf"))
-  parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where csv and png go")
-  parser.add_argument("--methods", nargs="*", default=METHODS)
-  parser.add_argument("--rounds", nargs="*", type=int, default=ROUNDS, help="the values of N")
+  parser.add_argument("--folder", type=pathlib.Path, help="of the runs; default runs/async_rlhf, or one for --smoke")
+  parser.add_argument("--results", type=pathlib.Path, help="where csv and png go; default beside the page")
+  parser.add_argument("--methods", nargs="+", default=METHODS, choices=get_args(Method))
+  parser.add_argument("--rounds", nargs="+", type=int, default=ROUNDS, help="the values of N")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--smoke", action="store_true", help="a few updates of few runs")
   parser.add_argument("--report", action="store_true", help="only report")
   options = parser.parse_args(arguments)
+  folder = pathlib.Path("runs/async_rlhf_smoke" if options.smoke else "runs/async_rlhf")
+  options.folder = options.folder or folder
+  options.results = options.results or (options.folder if options.smoke else RESULTS)
+  if options.seeds < 1 or min(options.rounds) < 1:
+    parser.error(f"--seeds and --rounds must be at least 1, got {options.seeds} and {options.rounds}")
   if options.smoke:
     options.methods, options.rounds, options.seeds = METHODS[:2], ROUNDS[:2], 1
   if not options.report:
@@ -146,7 +154,10 @@ def main(arguments: list[str] | None = None) -> None:
           run = config(options.folder, method, n, seed, options.smoke)
           summary = runtime.train(run)
           print(f"{time.monotonic() - began:.0f} s: {run.run_dir}: {summary.accuracy:.3f}", flush=True)
-  report(options.folder, options.results)
+  try:
+    report(options.folder, options.results)
+  except FileNotFoundError as error:
+    parser.error(str(error))
 
 
 if __name__ == "__main__":

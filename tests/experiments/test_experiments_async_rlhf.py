@@ -21,6 +21,14 @@ def test_command(tmp_path, capsys):
   assert "| rloo | " in printed
 
 
+def test_a_report_of_no_runs_leaves_the_results_alone(tmp_path, capsys):
+  (tmp_path / "async_rlhf.csv").write_text("earlier")
+  with pytest.raises(SystemExit):
+    async_rlhf.main(["--report", "--folder", str(tmp_path / "none"), "--results", str(tmp_path)])
+  assert "none holds no runs to report" in capsys.readouterr().err
+  assert (tmp_path / "async_rlhf.csv").read_text() == "earlier"
+
+
 def test_table():
   look = lambda method, n, seed, step, gold: async_rlhf.Look(method, n, seed, step, gold, 0.0, 2.0)
   found = [
