@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
 from collections.abc import Collection
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -100,15 +102,17 @@ class Item:
 
   def runs(self, results: Results) -> dict[Run, methods.Knobs]:
     """The runs still to be made with their knobs; without those whose measurement is missing."""
-    grid = (
-      Run(self.task, name, lag, rate, seed)
-      for lag in self.lags
-      for name in self.names
-      for rate in self.rates
-      for seed in range(self.seeds)
-    )
-    knobs = ((run, _knobs(run, results)) for run in grid if run not in results.curves)
-    return {run: values for run, values in knobs if values is not None}
+    return {run: values for run, values in self._missing(results) if values is not None}
+
+  def waiting(self, results: Results) -> int:
+    """How many runs cannot be made before the ones that they are matched to."""
+    return sum(values is None for _, values in self._missing(results))
+
+  def _missing(self, results: Results) -> Iterator[tuple[Run, methods.Knobs | None]]:
+    for lag, name, rate, seed in itertools.product(self.lags, self.names, self.rates, range(self.seeds)):
+      run = Run(self.task, name, lag, rate, seed)
+      if run not in results.curves:
+        yield run, _knobs(run, results)
 
 
 def parse(text: str) -> Item:
@@ -120,7 +124,8 @@ def parse(text: str) -> Item:
   Raises:
     ValueError: if it does not read like that.
   """
-  match = re.fullmatch(r"(\w+)/([^:@%]+)(?::([\d,]+))?(?:@(\d+))?(?:%([\d.,e-]+))?", text)
+  rate = r"\d*\.?\d+(?:e-?\d+)?"
+  match = re.fullmatch(rf"(\w+)/([^:@%]+)(?::(\d+(?:,\d+)*))?(?:@(\d+))?(?:%({rate}(?:,{rate})*))?", text)
   if not match or match[1] not in problems.SETTINGS:
     form = "TASK/GROUP[:LAG,...][@SEEDS][%RATE,...]"
     raise ValueError(f"a plan is {form} with a task of {list(problems.SETTINGS)}, got {text!r}")
@@ -129,8 +134,10 @@ def parse(text: str) -> Item:
   lags = tuple(map(int, (match[3] or "0").split(",")))
   if max(lags) > MAX_LAG:
     raise ValueError(f"lags must be at most {MAX_LAG}, got {text!r}")
-  rates = tuple(map(float, match[5].split(","))) if match[5] else RATES
-  return Item(match[1], tuple(GROUPS.get(match[2], [match[2]])), lags, int(match[4] or 5), rates)
+  rates, seeds = tuple(map(float, match[5].split(","))) if match[5] else RATES, int(match[4] or 5)
+  if not seeds or not min(rates):
+    raise ValueError(f"a plan needs at least one seed and rates above 0, got {text!r}")
+  return Item(match[1], tuple(GROUPS.get(match[2], [match[2]])), lags, seeds, rates)
 
 
 def _knobs(run: Run, results: Results) -> methods.Knobs | None:

@@ -214,10 +214,19 @@ def _save(figure, file: pathlib.Path) -> None:
 
 
 def report(results: Results, folder: pathlib.Path = RESULTS) -> str:
-  """Condenses the runs there are; of all that was ever condensed, returns the tables, writes them and draws figures."""
-  folder.mkdir(exist_ok=True)
-  for task in sorted({run.task for run in results.curves}):
-    Table.of(results, task).save(folder / f"lag_sweep_{task}.npz")
+  """Condenses the runs there are; of all that was ever condensed, returns the tables, writes them and draws figures.
+
+  Raises:
+    ValueError: if a file in `folder` has configurations of which there are no runs; it is left as it is.
+  """
+  tables = {folder / f"lag_sweep_{task}.npz": Table.of(results, task) for task in {run.task for run in results.curves}}
+  for file, table in tables.items():
+    lost = set(Table.load(file).configs) - set(table.configs) if file.exists() else ()
+    if lost:
+      raise ValueError(f"{file} has {len(lost)} configurations of which there are no runs; give another --results.")
+  folder.mkdir(parents=True, exist_ok=True)
+  for file, table in tables.items():
+    table.save(file)
   parts = ["# Tables of the lag sweep", "", "Made by `python -m experiments.reproductions.lag_sweep --report`."]
   for file in sorted(folder.glob("lag_sweep_*.npz")):
     table, task = Table.load(file), file.stem.removeprefix("lag_sweep_")

@@ -91,6 +91,8 @@ class Sweep:
         if runs:
           program = programs[task, exact].result()
           self._chunks(task, EXACT_COST if exact else 1.0, program, runs, self._warm_start(task, *data[task]))
+        if waiting := sum(item.waiting(self.results) for item in stage):
+          self._say(f"{waiting} runs of {task} were not made: those that they are matched to are missing")
 
   def _tasks(self, items: list[plans.Item]) -> list[str]:
     return list(dict.fromkeys(item.task for item in items))
@@ -135,7 +137,8 @@ SMOKE = ("ch3/sync@1", "ch3/PPO + GAC:2@1", "ch3/PPO + random skips:2@1", "ch3/V
 def main(arguments: list[str] | None = None) -> plans.Results:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("plan", nargs="*", help="TASK/GROUP[:LAG,...][@SEEDS][%%RATE,...] ...")
-  parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/lag_sweep"))
+  parser.add_argument("--folder", type=pathlib.Path, help="of the runs; default runs/lag_sweep, or one for --smoke")
+  parser.add_argument("--results", type=pathlib.Path, help="where the report goes; default beside the page")
   parser.add_argument("--data-dir", default="runs/data", help="of TFDS, where the folder lacks the tokenized problems")
   parser.add_argument("--budget-s", type=float, default=float("inf"), help="when to stop, in seconds from the start")
   parser.add_argument("--runs-per-device", type=int, default=64)
@@ -143,16 +146,30 @@ def main(arguments: list[str] | None = None) -> plans.Results:
   parser.add_argument("--smoke", action="store_true", help="tiny sizes, for any machine")
   parser.add_argument("--report", action="store_true", help="condense the folder's runs; tables and figures")
   options = parser.parse_args(arguments)
-  settings, items = problems.SETTINGS, [plans.parse(text) for text in options.plan]
+  folder = options.folder or pathlib.Path("runs/lag_sweep_smoke" if options.smoke else "runs/lag_sweep")
+  where = options.results or (folder if options.smoke else reports.RESULTS)
+  if not (options.plan or options.smoke or options.report):
+    parser.error("nothing to do: give a plan, --smoke or --report")
+  if options.runs_per_device < 1:
+    parser.error(f"--runs-per-device must be at least 1, got {options.runs_per_device}")
+  try:
+    settings, items = problems.SETTINGS, [plans.parse(text) for text in options.plan]
+  except ValueError as error:
+    parser.error(str(error))
   devices, runs, dtype = jax.devices(), options.runs_per_device, options.dtype
   if options.smoke:
     settings = {"ch3": dataclasses.replace(settings["ch3"], **problems.TINY)}
     items = [dataclasses.replace(plans.parse(text), rates=(1e-2,)) for text in options.plan or SMOKE]
+    if others := {item.task for item in items} - set(settings):
+      parser.error(f"--smoke is of task ch3 only, got {', '.join(others)}")
     devices, runs, dtype = devices[:2], 1, "float32"
-  sweep = Sweep(options.folder, settings, devices, runs, dtype, options.budget_s, options.data_dir)
+  sweep = Sweep(folder, settings, devices, runs, dtype, options.budget_s, options.data_dir)
   sweep(items)
   if options.report:
-    print(reports.report(sweep.results))
+    try:
+      print(reports.report(sweep.results, where))
+    except ValueError as error:
+      parser.error(str(error))
   return sweep.results
 
 

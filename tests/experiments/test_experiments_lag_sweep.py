@@ -210,16 +210,41 @@ def test_every_method_has_knobs_that_exist():
   assert {name for panel in reports.PANELS.values() for name in panel} <= set(methods.METHODS)
 
 
-@pytest.mark.parametrize("text", ["ch4", "ch9/sync", "ch4/nothing:10", "ch4/PPO:500", "ch4/PPO:x"])
-def test_a_plan_that_makes_no_sense_is_refused(text):
+@pytest.mark.parametrize(
+  "text",
+  ["ch4", "ch9/sync", "ch4/nothing:10", "ch4/PPO:500", "ch4/PPO:x"]
+  + ["ch4/PPO:1,,2", "ch4/PPO@0", "ch4/PPO%0", "ch4/PPO%-1e-4", "ch4/PPO%1e", "ch4/PPO%1e-4,"],
+)
+def test_a_plan_that_makes_no_sense_is_refused(text, tmp_path, capsys):
   with pytest.raises(ValueError, match="plan|group|lags"):
     plans.parse(text)
+  with pytest.raises(SystemExit):
+    lag_sweep.main([text, "--folder", str(tmp_path)])
+  assert text.partition("/")[2].partition(":")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--smoke", "ch4/sync"], ["ch4/sync", "--runs-per-device", "0"]])
+def test_a_command_that_makes_no_sense_is_refused(options):
+  with pytest.raises(SystemExit):
+    lag_sweep.main(options)
+
+
+def test_a_report_of_fewer_runs_does_not_replace_an_earlier_one(tmp_path):
+  results, pairs = plans.Results(tmp_path), [plans.Run("ch4", "PPO", lag, 1e-4, 0) for lag in (4, 10)]
+  results.add(pairs, {name: np.zeros((2, 40), np.float32) for name in runs.CURVES})
+  table = reports.Table.of(results, "ch4")
+  table.save(tmp_path / "lag_sweep_ch4.npz")
+  del results.curves[pairs[0]]
+  with pytest.raises(ValueError, match="1 configurations of which there are no runs; give another --results"):
+    reports.report(results, tmp_path)
+  assert reports.Table.load(tmp_path / "lag_sweep_ch4.npz").configs == table.configs
 
 
 def test_controls_get_what_was_measured(tmp_path):
   results = plans.Results(tmp_path)
   item = plans.parse("ch4/controls:10@2")
   assert not item.runs(results)
+  assert item.waiting(results) == len(item.names) * len(item.rates) * 2
   curves = {name: np.full((2, 4), i, np.float32) for i, name in enumerate(runs.CURVES)}
   curves |= {"skipped": np.full((2, 4), 0.25, np.float32), "scale": np.full((2, 4), 0.5, np.float32)}
   made = [plans.Run("ch4", "PPO + GAC", 10, 1e-4, 0), plans.Run("ch4", "ESS", 10, 2e-4, 1)]
