@@ -83,10 +83,9 @@ def leading_params(params: optax.Params, opt_state: optax.OptState) -> optax.Par
     A tree like `params`; `params` itself without a lead. Parameters that the transformation was not given (by
     `optax.masked` or `optax.partition`) do not lead.
   """
-  lead = optax.tree.get(opt_state, "lead", None)
-  if lead is None:
-    return params
+  is_lead = lambda x: isinstance(x, LeadByMomentumState)
   held_back = lambda x: isinstance(x, optax.MaskedNode)
-  return jax.tree.map(
-    lambda ahead, p: p if held_back(ahead) else p + ahead.astype(p.dtype), lead, params, is_leaf=held_back
-  )
+  add = lambda ahead, p: p if held_back(ahead) else p + ahead.astype(p.dtype)
+  for state in filter(is_lead, jax.tree.leaves(opt_state, is_leaf=is_lead)):  # several with optax.partition
+    params = jax.tree.map(add, state.lead, params, is_leaf=held_back)
+  return params

@@ -1,5 +1,6 @@
 """Leading weights: against the steps that momentum really takes, in every place they are read from."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -58,6 +59,23 @@ def test_parameters_that_are_masked_out_do_not_lead():
   leading = stabilizers.leading_params(w, state)
   np.testing.assert_allclose(leading["w"], w["w"] + 0.5 * gradient(1)["w"], rtol=1e-6)
   np.testing.assert_array_equal(leading["b"], w["b"])
+
+
+def test_parts_may_lead_by_momenta_of_their_own():
+  part = lambda lag: optax.chain(optax.sgd(1.0, momentum=0.5), stabilizers.lead_by_momentum(0.5, lag))
+  optimizer = optax.partition({"near": part(1), "far": part(2)}, {"w": "near", "b": "far"})
+  w = params()
+  updates, state = optimizer.update(gradient(1), optimizer.init(w), w)
+  lead = jax.tree.map(lambda a, b: a - b, stabilizers.leading_params(w, state), w)
+  np.testing.assert_allclose(lead["w"], 0.5 * updates["w"], rtol=1e-5)
+  np.testing.assert_allclose(lead["b"], 0.75 * updates["b"], rtol=1e-5)
+
+
+def test_parameters_may_be_called_lead():
+  w = {"lead": jnp.ones(2)}
+  optimizer = optax.sgd(0.1, momentum=0.5)
+  _, state = optimizer.update({"lead": jnp.ones(2)}, optimizer.init(w), w)
+  assert stabilizers.leading_params(w, state) is w
 
 
 def test_a_skipped_step_keeps_the_lead():
