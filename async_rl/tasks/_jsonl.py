@@ -14,7 +14,7 @@ def read_jsonl(path: str | os.PathLike, required: Sequence[str]) -> list[dict[st
 
   Args:
     path: the file.
-    required: fields that every record must have.
+    required: fields that every record must have, and not as null.
 
   Raises:
     FileNotFoundError: if there is no such file.
@@ -32,7 +32,7 @@ def read_jsonl(path: str | os.PathLike, required: Sequence[str]) -> list[dict[st
         record = json.loads(line)
       except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-      missing = [field for field in required if not isinstance(record, dict) or field not in record]
+      missing = [field for field in required if not isinstance(record, dict) or record.get(field) is None]
       if missing:
         raise ValueError(f"{path}:{number}: expected an object with {', '.join(required)}; missing: {missing}")
       records.append(record)

@@ -123,6 +123,9 @@ def test_bad_data_is_named(tmp_path):
   (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n{"question": "b"}\n')
   with pytest.raises(ValueError, match=r"train\.jsonl:2: .*answer"):
     task.prompts("train")
+  (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": null}')
+  with pytest.raises(ValueError, match=r"train\.jsonl:1: .*answer"):
+    task.prompts("train")
   (tmp_path / "train.jsonl").write_text("{")
   with pytest.raises(ValueError, match=r"train\.jsonl:1: not JSON"):
     task.prompts("train")
