@@ -63,6 +63,8 @@ class RLHFExperiment(Experiment):
 
   def __post_init__(self):
     super().__post_init__()
+    if self.samples < 2:
+      raise ValueError(f"samples must be at least 2, since they are compared, got samples={self.samples}.")
     self.rlhf  # noqa: B018, checks the options
 
   @property
