@@ -74,8 +74,15 @@ def train(experiment: Experiment) -> Summary:
   """
   text = json.dumps({"config": experiment.name, **dataclasses.asdict(experiment)}, indent=2) + "\n"
   folder = RunFolder.open(experiment.run_dir, text, experiment.fingerprint(), overwrite=experiment.overwrite)
-  with tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout) as gold:
-    return _Run(experiment, folder, gold).train()
+  with contextlib.ExitStack() as stack:
+    try:
+      pool = tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout)
+      run = _Run(experiment, folder, stack.enter_context(pool))
+    except BaseException:
+      if not folder.resumed:
+        shutil.rmtree(folder.path, ignore_errors=True)  # nothing was computed; other options shall find it free
+      raise
+    return run.train()
 
 
 class _Run:

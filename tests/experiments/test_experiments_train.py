@@ -140,9 +140,17 @@ def test_a_bad_value_is_one_sentence(tmp_path, capsys):
   assert "steps must be at least 1, got steps=0." in capsys.readouterr().err
 
 
+def test_one_sample_cannot_be_compared(tmp_path, capsys):
+  with pytest.raises(SystemExit):
+    train.main(["keywords", "--run-dir", str(tmp_path / "run"), "--samples", "1"])
+  assert "samples must be at least 2" in capsys.readouterr().err
+  assert not (tmp_path / "run").exists()
+
+
 def test_summaries_ask_for_their_posts(tmp_path, capsys):
   assert train.main(["summaries", "--run-dir", str(tmp_path / "run")]) == 2
   assert "error: give either folder (with train.jsonl" in capsys.readouterr().err
+  assert not (tmp_path / "run").exists()  # or the same command with a folder would find another run there
   assert train.main(["summaries", "--run-dir", str(tmp_path / "run2"), "--folder", str(tmp_path / "nowhere")]) == 2
   assert "nowhere" in capsys.readouterr().err
 
