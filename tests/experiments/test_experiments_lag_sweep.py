@@ -212,7 +212,18 @@ def test_every_method_has_knobs_that_exist():
 
 @pytest.mark.parametrize(
   "text",
-  "ch4 ch9/sync ch4/nothing:10 ch4/PPO:500 ch4/PPO:x ch4/PPO:1,,2 ch4/PPO@0 ch4/PPO%0 ch4/PPO%-1e-4 ch4/PPO%1e".split(),
+  [
+    "ch4",
+    "ch9/sync",
+    "ch4/nothing:10",
+    "ch4/PPO:500",
+    "ch4/PPO:x",
+    "ch4/PPO:1,,2",
+    "ch4/PPO@0",
+    "ch4/PPO%0",
+    "ch4/PPO%-1e-4",
+    "ch4/PPO%1e",
+  ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(text, tmp_path, capsys):
   with pytest.raises(ValueError, match="plan|group|lags"):

@@ -32,7 +32,7 @@ def test_summaries(posts):
   assert task.reward(prompt, "the cat sat", LENGTH) == -1.0
   assert task.reward(prompt, "", STOP) == 0.0
   assert task.preferences("test") == [tasks.Preference("p", "good", "bad")]
-  with pytest.raises(ValueError, match="either folder or dataset"):
+  with pytest.raises(ValueError, match="give either folder .* or dataset"):
     tasks.Summaries()
 
 
