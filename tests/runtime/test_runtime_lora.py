@@ -8,10 +8,10 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from runs import assert_identical
-from runs import killed_at
-from runs import rows
-from runs import run
+from runtime_helpers import assert_identical
+from runtime_helpers import killed_at
+from runtime_helpers import rows
+from runtime_helpers import run
 from tiny import Tiny
 
 from async_rl import models

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import killed_at
+from runtime_helpers import killed_at
 from tiny import Tiny
 
 from async_rl import learning

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from runs import assert_identical
-from runs import killed_at
-from runs import rows
-from runs import run
+from runtime_helpers import assert_identical
+from runtime_helpers import killed_at
+from runtime_helpers import rows
+from runtime_helpers import run
 from tiny import DigitSums
 from tiny import Tiny
 

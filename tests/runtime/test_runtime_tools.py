@@ -7,9 +7,9 @@ import time
 import jax
 import numpy as np
 import pytest
-import runs
-from runs import assert_identical
-from runs import killed_at
+import runtime_helpers
+from runtime_helpers import assert_identical
+from runtime_helpers import killed_at
 from talking import Talking
 from tiny import Tiny
 
@@ -46,7 +46,7 @@ class Talk(Tiny):
 def run(experiment):
   """Metrics of the steps, final state and the host's."""
   summary = runtime.train(experiment)
-  return runs.rows(summary), *runs.params_of(summary, experiment)
+  return runtime_helpers.rows(summary), *runtime_helpers.params_of(summary, experiment)
 
 
 @pytest.fixture(scope="module")
