@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -15,3 +16,10 @@ jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+  """A worker that kept every compiled program would grow to gigabytes; those on disk are found again."""
+  yield
+  jax.clear_caches()

@@ -82,6 +82,16 @@ def leading_params(params: optax.Params, opt_state: optax.OptState) -> optax.Par
   Returns:
     A tree like `params`; `params` itself without a lead. Parameters that the transformation was not given (by
     `optax.masked` or `optax.partition`) do not lead.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from async_rl import stabilizers
+    >>> optimizer = optax.chain(optax.sgd(1.0, momentum=0.5), stabilizers.lead_by_momentum(0.5, lag=1))
+    >>> params = jnp.array([4.0])
+    >>> updates, state = optimizer.update(jnp.array([2.0]), optimizer.init(params), params)
+    >>> stabilizers.leading_params(optax.apply_updates(params, updates), state)  # 4 - 2, and half of that step more
+    Array([1.], dtype=float32)
   """
   is_lead = lambda x: isinstance(x, LeadByMomentumState)
   held_back = lambda x: isinstance(x, optax.MaskedNode)
