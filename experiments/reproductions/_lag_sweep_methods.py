@@ -255,9 +255,11 @@ PUBLISHED = {
 #: OPOB with exact norms: a program of its own, which makes one gradient per trajectory.
 EXACT = {"OPOB, exact": PUBLISHED["OPOB"], "VCPO, exact": PUBLISHED["VCPO"]}
 
+#: The reference of those that use exact norms.
+SYNC_EXACT = {"sync, OPOB exact": _method("reinforce", OPOB)}
+
 #: A third round, likewise: what exact norms add to the best of the second.
 THIRD = {
-  "sync, OPOB exact": _method("reinforce", OPOB),
   "OPOB, exact + ahead, momentum .97": _method("sequence_tis", OPOB, ahead=1.0, b1=0.97),
   "VCPO, exact + ahead, momentum .97": _method("sequence_tis", ESS, OPOB, ahead=1.0, b1=0.97),
   "VCPO, exact + ahead, momentum .99": _method("sequence_tis", ESS, OPOB, ahead=1.0, b1=0.99),
@@ -324,5 +326,5 @@ CONTROLS = {
 #: Controls that need no measurement.
 RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
 
-METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | THIRD | EXACT | RAMPED
+METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | SYNC_EXACT | THIRD | EXACT | RAMPED
 METHODS |= {name: row[3] for name, row in CONTROLS.items()}

@@ -26,6 +26,7 @@ GROUPS: dict[str, Collection[str]] = {
   "ahead": methods.AHEAD,
   "candidates": methods.CANDIDATES,
   "second": methods.SECOND,
+  "sync_exact": methods.SYNC_EXACT,
   "third": methods.THIRD,
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,
@@ -93,7 +94,7 @@ class Item:
 
   @property
   def exact(self) -> bool:
-    return self.names[0] in methods.EXACT | methods.THIRD
+    return self.names[0] in methods.EXACT | methods.SYNC_EXACT | methods.THIRD
 
   @property
   def depends(self) -> bool:

@@ -8,8 +8,8 @@ Every run is a whole training in the `simulated` way, at a fixed lag: a small tr
 up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorised (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
 `cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS][%RATE,...]; the groups are sync,
-published, ahead, candidates, second, third, controls (these need the runs that they are matched to), ramped and exact,
-or the name of one method. Without rates each method is run at every learning rate of 1e-5 ... 2e-4.
+published, ahead, candidates, second, sync_exact, third, controls (these need the runs that they are matched to), ramped
+and exact, or the name of one method. Without rates each method is run at every learning rate of 1e-5 ... 2e-4.
 
 Runs already in the folder are not repeated, so a plan that ran out of its time can be given again. The results and
 what they say: lag_sweep.md.
