@@ -55,7 +55,10 @@ def find_weights(name: str | os.PathLike[str]) -> pathlib.Path:
     return path
   if path.suffix or len(path.parts) != 1:
     raise FileNotFoundError(f"There are no weights at {path}: no such file or folder.")
-  return packaged_gguf(str(name))
+  try:
+    return packaged_gguf(str(name))
+  except FileNotFoundError as e:
+    raise FileNotFoundError(f"There are no weights {str(name)!r}: no such file or folder, and: {e}") from e
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

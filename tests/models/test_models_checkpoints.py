@@ -206,3 +206,13 @@ def test_names_are_suggested():
 def test_named_configs_have_the_published_number_of_parameters(name, count):
   assert models.named(name).num_params() == count
   assert sum(leaf.size for leaf in jax.tree.leaves(models.Policy(models.named(name)).abstract())) == count
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "missing.gguf", "no-such-package"])
+def test_weights_that_are_nowhere_are_named(name):
+  with pytest.raises(FileNotFoundError, match=f"There are no weights .*{name}"):
+    models.find_weights(name)
+
+
+def test_weights_are_found_as_a_path(tmp_path):
+  assert models.find_weights(str(tmp_path)) == tmp_path
