@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "async_rl/__init__.py").rea
 setuptools.setup(
   name="async_rl",
   version=VERSION,
-  description="Asynchronous RL post-training of language models in JAX, stable at any lag",
+  description="Asynchronous RL post-training of language models in JAX, made to stay stable on stale data",
   long_description=(ROOT / "README.md").read_text(),
   long_description_content_type="text/markdown",
   license="Apache-2.0",
