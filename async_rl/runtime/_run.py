@@ -7,7 +7,6 @@ import dataclasses
 import json
 import shutil
 import threading
-import time
 from typing import Any
 from typing import NamedTuple
 
@@ -22,9 +21,9 @@ from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._kept import set_reference
 from async_rl.runtime._ledger import Ledger
+from async_rl.runtime._meter import StepMeter
 from async_rl.runtime._metrics import MetricsBuffer
 from async_rl.runtime._metrics import MetricsWriter
-from async_rl.runtime._metrics import staleness_histogram
 from async_rl.runtime._parts import Parts
 from async_rl.runtime._progress import Progress
 from async_rl.runtime._records import drawn_tokens
@@ -103,8 +102,6 @@ class _Run:
     self.wanted = threading.Event()  # a signal asked for the end
     self.state: TrainState
     self.version = 0
-    self.busy_until = 0.0  # when the last evaluation or checkpoint ended
-    self.last: dict[str, float] = {}  # running totals at the step before
 
   # Life.
 
@@ -138,6 +135,7 @@ class _Run:
     if self.scorer is not None:
       stack.callback(self.scorer.close)
     self.actor = Actor(self.parts, self.buffer, self.gold, self.ledger, self.recorder, self.scorer)
+    self.meter = StepMeter(self.parts, self.buffer, self.store, self.actor, self.scorer or self.gold)
     stack.callback(self.buffer.close)
     if host:
       self._restore_host(host)
@@ -150,7 +148,7 @@ class _Run:
     if self.experiment.mode == "simulated" and self.experiment.lag not in LAG_KINDS:
       way = self._replay
     ended_early = False
-    self.last = self._totals()
+    self.meter.start()
     try:
       way()
     except EndOfData:
@@ -271,8 +269,7 @@ class _Run:
 
   def _learn(self, groups: list[Group]) -> None:
     learner, e = self.parts.learner, self.experiment
-    # Since the step before was computed, and what else the learner did was done.
-    self.idle = max(0.0, time.monotonic() - max(self.store.ready_at, self.busy_until))
+    self.meter.begin_step()
     batch = learner.put(learning.pack(groups, learner.shape))
     with self._turn():
       self.state, metrics = learner.step(self.state, batch)
@@ -284,7 +281,7 @@ class _Run:
       self._evaluate()
     if e.checkpoint_every and self.version % e.checkpoint_every == 0 and self.version < e.steps:
       self._save()
-    self.busy_until = time.monotonic()
+    self.meter.end_step()
 
   def _publish(self) -> None:
     self.store.publish(self.version, self.parts.learner.sampler_params(self.state))
@@ -292,7 +289,7 @@ class _Run:
   def _log(self, metrics: dict[str, jax.Array], groups: list[Group]) -> None:
     """Queues this step's metrics and writes the previous step's, which are surely computed."""
     drawn = sum(map(drawn_tokens, groups))
-    host = self._host_metrics(groups, drawn)
+    host = self.meter.metrics(groups, self.version - 1, drawn)
     self._write(self.pending.push(self.version, {**metrics, "ledger/drawn": drawn}, host))
 
   def _flush_metrics(self) -> None:
@@ -306,40 +303,6 @@ class _Run:
     self.ledger.trained(trained, {"rejected": drawn - trained} if drawn > trained else None)
     self.writer.write(step, values)
     self.progress.update(step, values)
-
-  def _totals(self) -> dict[str, float]:
-    """Running totals, of which metrics report the change in a step."""
-    counters = self.parts.engine.counters
-    return {
-      "time": time.monotonic(),
-      "generated": float(counters.tokens),
-      "slot_steps": float(counters.slot_steps),
-      "rested": self.actor.rested,
-    }
-
-  def _host_metrics(self, groups: list[Group], drawn: int) -> dict[str, Any]:
-    """Times, rates and queues since the step before."""
-    now = self._totals()
-    change = {name: value - self.last[name] for name, value in now.items()}
-    self.last = now
-    seconds = max(change["time"], 1e-9)
-    counts = self.buffer.counts()
-    return {
-      "staleness/histogram": staleness_histogram(groups, self.version - 1, self.experiment.lag_bound),
-      "time/step": seconds,
-      "time/weight_push": self.store.push_seconds,
-      "bytes/weight_push": self.store.push_bytes,
-      "idle/learner": min(1.0, self.idle / seconds),
-      "idle/generator": min(1.0, change["rested"] / seconds),
-      "throughput/generated": change["generated"] / seconds,
-      "throughput/trained": drawn / seconds,
-      "sampler/occupancy": change["generated"] / max(change["slot_steps"], 1.0),
-      "queue/pending": counts["pending"],
-      "queue/complete": counts["complete"],
-      "reward/failures": sum((self.scorer or self.gold).failures.values()),
-      "groups/failed": counts["failed"],
-      **self.actor.conversations.metrics(groups),
-    }
 
   def _evaluate(self) -> None:
     """Held-out accuracy of the current version; the sampler goes on meanwhile."""
