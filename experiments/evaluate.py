@@ -8,7 +8,6 @@ weights on the run's task: a Hugging Face folder, a GGUF file or a package that 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 import sys
@@ -19,13 +18,13 @@ import tyro
 
 from async_rl import models
 from async_rl import tasks
-from async_rl.runtime import CheckpointError
-from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
 from async_rl.runtime import complete
 from async_rl.runtime import mean_and_interval
 from async_rl.types import Prompt
-from experiments.configs import load_all
+from experiments._runs import command
+from experiments._runs import load_experiment
+from experiments._runs import restore_policy
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -42,24 +41,6 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
   if not 1 <= k <= samples:
     raise ValueError(f"k must lie in 1..samples={samples}, got k={k}.")
   return np.array([1.0 - math.comb(samples - int(c), k) / math.comb(samples, k) for c in correct])
-
-
-def load_experiment(run_dir: pathlib.Path) -> Experiment:
-  """The experiment of a run folder, with the options it was run with.
-
-  Raises:
-    FileNotFoundError: if the folder holds no run.
-    ValueError: if its config is not one of `experiments.configs`.
-  """
-  file = run_dir / "config.txt"
-  if not file.exists():
-    raise FileNotFoundError(f"{run_dir} holds no run: {file} is missing")
-  options: dict[str, Any] = json.loads(file.read_text())
-  name, configs = options.pop("config"), load_all()
-  if name not in configs:
-    raise ValueError(f"{file} is of config {name!r}, which is not one of {', '.join(configs)}.")
-  lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
-  return configs[name](**options | lists | {"run_dir": str(run_dir)})
 
 
 def load_weights(parts: Parts, weights: str) -> Any:
@@ -125,9 +106,8 @@ def evaluate(
     temperature = 0.0 if samples == 1 else experiment.temperature
   parts = Parts(experiment)
   if weights is None:
-    checkpoints = parts.make_checkpointer(run_dir / "checkpoints")
-    params = checkpoints.restore_params(parts.learner.abstract().params, step)
-    what = f"step {checkpoints.latest_step if step is None else step}"
+    params, step = restore_policy(parts, run_dir, step)
+    what = f"step {step}"
   else:
     params = load_weights(parts, weights)
     what = weights
@@ -146,12 +126,7 @@ def evaluate(
 
 
 def main(arguments: list[str] | None = None) -> int:
-  try:
-    tyro.cli(evaluate, args=arguments, prog="python -m experiments.evaluate", description=__doc__)
-  except (ValueError, CheckpointError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return command(evaluate, "evaluate", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from typing import Literal
 import tyro
 
 from async_rl import models
-from async_rl.runtime import CheckpointError
 from async_rl.runtime import Parts
-from experiments.evaluate import load_experiment
+from experiments._runs import command
+from experiments._runs import load_experiment
+from experiments._runs import restore_policy
 
 
 def export(
@@ -35,21 +36,15 @@ def export(
     step: which checkpoint; by default the newest.
   """
   parts = Parts(load_experiment(run_dir))
-  checkpoints = parts.make_checkpointer(run_dir / "checkpoints")
-  params = checkpoints.restore_params(parts.learner.abstract().params, step)
+  params, step = restore_policy(parts, run_dir, step)
   if parts.policy.lora is not None:
     params = models.merge_adapters(parts.policy.lora, params)
   models.save_hf(folder, parts.policy.config, params, dtype=dtype, like=like)
-  print(f"{folder} holds step {checkpoints.latest_step if step is None else step} of {run_dir}")
+  print(f"{folder} holds step {step} of {run_dir}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-  try:
-    tyro.cli(export, args=arguments, prog="python -m experiments.export", description=__doc__)
-  except (ValueError, CheckpointError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return command(export, "export", __doc__, arguments)
 
 
 if __name__ == "__main__":
