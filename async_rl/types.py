@@ -124,7 +124,7 @@ class Batch(NamedTuple):
     index: int32 [B, C], flat position (row * T + column) of each completion token within its micro-batch.
     micro: int32 [B], micro-batch of each sequence.
     mask: bool [B, C], True on the tokens to train (drawn by the policy).
-    logprobs: float32 [B, C], behaviour log-probabilities; 0 where `mask` is False.
+    logprobs: float32 [B, C], behavior log-probabilities; 0 where `mask` is False.
     versions: int32 [B, C], `NO_VERSION` where `mask` is False.
     rewards: float32 [B].
     groups: int32 [B], index of each sequence's group, 0 <= groups < number of groups; any order.

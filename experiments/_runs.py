@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 from async_rl import models
-from async_rl.runtime import CheckpointError
+from async_rl.recording import CheckpointError
 from async_rl.runtime import Experiment
 from async_rl.runtime import Parts
 from experiments.configs import load_all

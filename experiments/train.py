@@ -7,9 +7,9 @@ import traceback
 
 import tyro
 
-from async_rl.runtime import CheckpointError
+from async_rl.recording import CheckpointError
+from async_rl.recording import RunFolderError
 from async_rl.runtime import Interrupted
-from async_rl.runtime import RunFolderError
 from async_rl.runtime import Summary
 from async_rl.runtime import train
 from experiments.configs import load_all

@@ -18,7 +18,8 @@ ALLOWED = {
   "tasks": {"types"},
 }
 ALLOWED["sampling"] = ALLOWED["learning"] = {"types", "stabilizers", "losses", "models", "tasks"}
-ALLOWED["runtime"] = ALLOWED["sampling"] | {"sampling", "learning"}
+ALLOWED["rollout"] = ALLOWED["recording"] = ALLOWED["sampling"] | {"sampling", "learning"}
+ALLOWED["runtime"] = ALLOWED["rollout"] | {"rollout", "recording"}
 
 
 def folder_of(module):

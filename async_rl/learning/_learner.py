@@ -35,7 +35,7 @@ class LossInputs(NamedTuple):
 
   Attributes:
     logprobs: float32 log pi_theta of the completion tokens; the gradient flows through it.
-    behaviour: float32 log mu, as recorded by the sampler.
+    behavior: float32 log mu, as recorded by the sampler.
     advantages: float32 [B].
     mask: bool, tokens to train in this micro-batch.
     lag: int32, learner version minus the version that drew the token.
@@ -44,7 +44,7 @@ class LossInputs(NamedTuple):
   """
 
   logprobs: Array
-  behaviour: Array
+  behavior: Array
   advantages: Array
   mask: Array
   lag: Array
@@ -61,7 +61,7 @@ class AdvantageInputs(NamedTuple):
     mask: bool [B, C], tokens to train.
     log_weights: float32 [B], raw sequence log-weights; `None` unless the learner scores first.
     stats: statistics of the tokens under the weights at the start of the step, [B, C]; likewise.
-    behaviour: float32 [B, C] log mu, as recorded by the sampler.
+    behavior: float32 [B, C] log mu, as recorded by the sampler.
     reference: float32 [B, C] log-probabilities under the reference policy; `None` unless the learner has one.
     squared_norms: float32 [B], exact squared gradient norm of each trajectory's log-probability; `None` unless the
       learner computes them.
@@ -72,7 +72,7 @@ class AdvantageInputs(NamedTuple):
   mask: Array
   log_weights: Array | None
   stats: models.TokenStats | None
-  behaviour: Array
+  behavior: Array
   reference: Array | None
   squared_norms: Array | None = None
 

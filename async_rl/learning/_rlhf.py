@@ -79,21 +79,21 @@ class RLHF:
       )
     rewards = x.rewards
     if self.kl != "loss":
-      old = x.behaviour if self.kl == "reward" else x.stats.logprobs
-      rewards = losses.kl_penalised_rewards(rewards, old, x.reference, x.mask, coefficient=self.kl_coefficient)
+      old = x.behavior if self.kl == "reward" else x.stats.logprobs
+      rewards = losses.kl_penalized_rewards(rewards, old, x.reference, x.mask, coefficient=self.kl_coefficient)
     return losses.rloo_advantages(rewards, x.groups, self.groups)
 
   def loss(self, x: LossInputs) -> losses.PolicyLoss:
     """Per-token loss, to be summed over tokens."""
     if self.method == "proximal_rloo":
-      out = losses.proximal_rloo(x.logprobs, x.behaviour, x.advantages, x.mask, low=self.clip, high=self.clip)
+      out = losses.proximal_rloo(x.logprobs, x.behavior, x.advantages, x.mask, low=self.clip, high=self.clip)
       # It stands whole on every token of the sequence.
       out = out._replace(loss=out.loss / jnp.maximum(jnp.sum(x.mask, axis=1, keepdims=True), 1))
     else:
-      out = losses.reinforce(x.logprobs, x.behaviour, x.advantages, x.mask)
+      out = losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask)
     if self.kl == "loss" and self.method in ("rloo", "proximal_rloo"):
       assert x.reference is not None  # or `advantages` would have refused
-      distance = losses.kl_loss(x.logprobs, x.reference, x.behaviour, x.mask, cap=self.kl_cap)
+      distance = losses.kl_loss(x.logprobs, x.reference, x.behavior, x.mask, cap=self.kl_cap)
       out = out._replace(loss=out.loss + self.kl_coefficient * distance)
     return out
 

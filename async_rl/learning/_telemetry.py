@@ -81,7 +81,7 @@ def batch_metrics(
     "logprob_difference/lag_zero": mean(jnp.abs(log_ratio), fresh),
     "logprob_difference/stale": mean(jnp.abs(log_ratio), mask & ~fresh),
     "entropy": mean(collected.entropy, mask),
-    "kl/behaviour": mean(jnp.exp(jnp.clip(-log_ratio, -20.0, 20.0)) - 1.0 + log_ratio, mask),
+    "kl/behavior": mean(jnp.exp(jnp.clip(-log_ratio, -20.0, 20.0)) - 1.0 + log_ratio, mask),
     "response/length_mean": mean(tokens, rows),
     "response/length_max": jnp.max(tokens).astype(jnp.float32),
     "response/truncated": jnp.mean(batch.truncated.astype(jnp.float32)),

@@ -60,7 +60,7 @@ from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import restrict
 from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
-from async_rl.losses._rewards import kl_penalised_rewards
+from async_rl.losses._rewards import kl_penalized_rewards
 from async_rl.losses._rewards import missing_end_rewards
 from async_rl.losses._rewards import overlong_penalty
 from async_rl.losses._rewards import token_rewards

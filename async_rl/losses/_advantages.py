@@ -95,9 +95,9 @@ def rloo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> j
   >>> rloo_advantages(jnp.array([3.0, 0.0, 0.0]), jnp.array([0, 0, 0]), 1)
   Array([ 3. , -1.5, -1.5], dtype=float32)
   """
-  centred = grpo_advantages(rewards, groups, num_groups, normalize_std=False)
-  size = of_group(jax.ops.segment_sum(jnp.ones_like(centred), groups, num_groups), groups)
-  return centred * divide_or_zero(size, size - 1.0)
+  centered = grpo_advantages(rewards, groups, num_groups, normalize_std=False)
+  size = of_group(jax.ops.segment_sum(jnp.ones_like(centered), groups, num_groups), groups)
+  return centered * divide_or_zero(size, size - 1.0)
 
 
 def opo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, lengths: ArrayLike) -> jax.Array:

@@ -53,7 +53,7 @@ def clipped_surrogate(
 
 def ppo_clip(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -75,13 +75,13 @@ def ppo_clip(
   >>> float(out.loss[0, 0]), bool(out.clipped[0, 0])  # the ratio 1.5 is held at 1.2
   (-1.2000000476837158, True)
   """
-  ratios = log_ratios(logprobs, behaviour, mask)
+  ratios = log_ratios(logprobs, behavior, mask)
   return clipped_surrogate(ratios, advantages, mask, low=low, high=high, dual_clip=dual_clip)
 
 
 def gspo(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -89,7 +89,7 @@ def gspo(
   high: float = 4e-4,
   token: bool = False,
 ) -> PolicyLoss:
-  """GSPO: the clipped objective of the length-normalised sequence ratio s = w^(1/L), the same value on every token.
+  """GSPO: the clipped objective of the length-normalized sequence ratio s = w^(1/L), the same value on every token.
 
   With ``token=True`` (GSPO-token) each token has s_t = sg(s)·π_t/sg(π_t): equal in value, and equal in gradient where
   the advantage does not differ by token. Aggregate by `sequence_mean`.
@@ -101,7 +101,7 @@ def gspo(
   >>> gspo(jnp.array([[-1.0, -2.0]]), jnp.array([[-1.0, -2.0]]), jnp.array([0.5]), mask).loss
   Array([[-0.5, -0.5]], dtype=float32)
   """
-  ratios = log_ratios(logprobs, behaviour, mask)
+  ratios = log_ratios(logprobs, behavior, mask)
   log_s = mean_log_ratios(ratios, mask)[:, None]
   if token:
     log_s = jax.lax.stop_gradient(log_s - ratios) + ratios
@@ -110,7 +110,7 @@ def gspo(
 
 def proximal_rloo(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -120,8 +120,8 @@ def proximal_rloo(
   """Proximal RLOO: PPO's clipped objective of the whole sequence ratio w, the same value on every token.
 
   Aggregate by `sequence_mean`, which makes it max(−A·w, −A·clip(w)) per sequence; the advantages are
-  `rloo_advantages` of `kl_penalised_rewards`. The paper's trainer recomputes the denominator with its own weights;
-  here *behaviour* is what the caller passes, normally the true behaviour log-probabilities.
+  `rloo_advantages` of `kl_penalized_rewards`. The paper's trainer recomputes the denominator with its own weights;
+  here *behavior* is what the caller passes, normally the true behavior log-probabilities.
 
   References:
     Noukhovitch et al., Asynchronous RLHF, 2024, https://arxiv.org/abs/2410.18252
@@ -130,5 +130,5 @@ def proximal_rloo(
   >>> proximal_rloo(jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -2.0]]), jnp.array([1.0]), mask).loss
   Array([[-1.2, -1.2]], dtype=float32)
   """
-  log_weights = sequence_log_weights(log_ratios(logprobs, behaviour, mask))[:, None]
+  log_weights = sequence_log_weights(log_ratios(logprobs, behavior, mask))[:, None]
   return clipped_surrogate(log_weights, advantages, mask, low=low, high=high)

@@ -52,7 +52,7 @@ def kl_estimate(
 def kl_loss(
   logprobs: ArrayLike,
   reference: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   mask: ArrayLike,
   *,
   estimator: KLEstimator = "k3",
@@ -67,7 +67,7 @@ def kl_loss(
   Args:
     logprobs: [B, T] log π_θ.
     reference: [B, T] log π_ref.
-    behaviour: [B, T] log μ.
+    behavior: [B, T] log μ.
     mask: bool [B, T].
     estimator: `k1`, `k2` or `k3`.
     cap: truncates ρ, which is otherwise only clamped at e^20; None for no cap.
@@ -79,9 +79,9 @@ def kl_loss(
   >>> jax.grad(lambda p: kl_loss(p, x - 1.0, x, jnp.array([[True]]), estimator="k1").sum())(x)  # 1 + d
   Array([[2.]], dtype=float32)
   """
-  check_mask(mask, logprobs=logprobs, reference=reference, behaviour=behaviour)
+  check_mask(mask, logprobs=logprobs, reference=reference, behavior=behavior)
   estimate = kl_estimate(logprobs, reference, mask, estimator=estimator)
-  log_weights = log_ratios(logprobs, behaviour, mask)
+  log_weights = log_ratios(logprobs, behavior, mask)
   weights = clamped_exp(log_weights if cap is None else jnp.minimum(log_weights, jnp.log(cap)))
   score = log_ratios(logprobs, logprobs, mask)  # 0 in value, ∇log π in gradient
   return jax.lax.stop_gradient(weights) * (estimate + jax.lax.stop_gradient(estimate) * score)

@@ -1,9 +1,9 @@
 """Policy losses whose gradient is weight · A · ∇log π with a weight that carries no gradient.
 
-All policy losses of this package share one signature: `loss(logprobs, behaviour, advantages, mask, *, options)` with
+All policy losses of this package share one signature: `loss(logprobs, behavior, advantages, mask, *, options)` with
 
   logprobs    [B, T]  log π_θ of each token, under the policy being trained; the gradient flows through it
-  behaviour   [B, T]  log μ of each token, under the weights that drew it
+  behavior   [B, T]  log μ of each token, under the weights that drew it
   advantages  [B], or [B, T] where they differ by token (GAE); no gradient flows
   mask        bool [B, T], True on trained tokens
 
@@ -29,7 +29,7 @@ class PolicyLoss(NamedTuple):
   """What a policy loss returns, per token; `aggregate` turns it into a number.
 
   Attributes:
-    loss: float32 [B, T], to be minimised; exactly 0 where masked or rejected.
+    loss: float32 [B, T], to be minimized; exactly 0 where masked or rejected.
     keep: bool [B, T], trained tokens that were not rejected. Always within the mask.
     clipped: bool [B, T], trained tokens whose ratio or weight was cut by a clip or a cap.
   """
@@ -63,15 +63,15 @@ def weighted_score(
   return PolicyLoss(loss, jnp.asarray(mask), jnp.logical_and(mask, clipped))
 
 
-def reinforce(logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> PolicyLoss:
+def reinforce(logprobs: ArrayLike, behavior: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> PolicyLoss:
   """REINFORCE without any off-policy correction: weight 1."""
-  check_mask(mask, behaviour=behaviour)
+  check_mask(mask, behavior=behavior)
   return weighted_score(logprobs, advantages, mask, jnp.zeros((1, 1)), jnp.zeros((1, 1), bool))
 
 
 def cispo(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -89,7 +89,7 @@ def cispo(
   >>> cispo(jnp.log(pi), jnp.log(mu), jnp.ones(1), jnp.ones((1, 3), bool), low=0.5).clipped
   Array([[ True, False,  True]], dtype=bool)
   """
-  ratios = log_ratios(logprobs, behaviour, mask)
+  ratios = log_ratios(logprobs, behavior, mask)
   log_low, log_high = jnp.log(low), jnp.log(high)
   return weighted_score(
     logprobs, advantages, mask, jnp.clip(ratios, log_low, log_high), (ratios < log_low) | (ratios > log_high)
@@ -97,7 +97,7 @@ def cispo(
 
 
 def token_tis(
-  logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 2.0
+  logprobs: ArrayLike, behavior: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 2.0
 ) -> PolicyLoss:
   """Token-level truncated importance sampling: weight min(ρ_t, cap). ``cap=inf`` does not truncate.
 
@@ -107,11 +107,11 @@ def token_tis(
   >>> token_tis(jnp.array([[-1.0]]), jnp.array([[-3.0]]), jnp.array([1.0]), jnp.array([[True]])).loss
   Array([[2.]], dtype=float32)
   """
-  return cispo(logprobs, behaviour, advantages, mask, low=0.0, high=cap)
+  return cispo(logprobs, behavior, advantages, mask, low=0.0, high=cap)
 
 
 def sequence_tis(
-  logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 8.0
+  logprobs: ArrayLike, behavior: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 8.0
 ) -> PolicyLoss:
   """Sequence-level truncated importance sampling: weight min(w, cap) on every token of the sequence.
 
@@ -126,13 +126,13 @@ def sequence_tis(
   >>> out.loss  # w = e^3 = 20.1, capped at 8: -8 * 0.5 * -1
   Array([[4., 4.]], dtype=float32)
   """
-  log_weights = sequence_log_weights(log_ratios(logprobs, behaviour, mask))[:, None]
+  log_weights = sequence_log_weights(log_ratios(logprobs, behavior, mask))[:, None]
   log_cap = jnp.log(cap)
   return weighted_score(logprobs, advantages, mask, jnp.minimum(log_weights, log_cap), log_weights > log_cap)
 
 
 def topr(
-  logprobs: ArrayLike, behaviour: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 1.0
+  logprobs: ArrayLike, behavior: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 1.0
 ) -> PolicyLoss:
   """TOPR: weight 1 where A ≥ 0, sequence weight min(w, cap) where A < 0 (cap 1 in the paper).
 
@@ -144,7 +144,7 @@ def topr(
   Array([[ 1.        ],
          [-0.36787945]], dtype=float32)
   """
-  log_weights = sequence_log_weights(log_ratios(logprobs, behaviour, mask))[:, None]
+  log_weights = sequence_log_weights(log_ratios(logprobs, behavior, mask))[:, None]
   negative, log_cap = per_token(advantages, mask) < 0, jnp.log(cap)
   return weighted_score(
     logprobs,

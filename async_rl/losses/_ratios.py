@@ -1,6 +1,6 @@
 """Log-ratios between the policy being trained and the one that sampled, and shape checks shared by the losses.
 
-Letters: B sequences, T tokens. ℓ[b, t] = log π_θ(a_t) − log μ(a_t), where μ is the behaviour policy, that is the
+Letters: B sequences, T tokens. ℓ[b, t] = log π_θ(a_t) − log μ(a_t), where μ is the behavior policy, that is the
 weights that drew the token.
 """
 
@@ -35,12 +35,12 @@ def clamped_exp(x: ArrayLike) -> jax.Array:
   return jnp.exp(jnp.clip(jnp.asarray(x, jnp.float32), -LOG_CLAMP, LOG_CLAMP))
 
 
-def log_ratios(logprobs: ArrayLike, behaviour: ArrayLike, mask: ArrayLike) -> jax.Array:
+def log_ratios(logprobs: ArrayLike, behavior: ArrayLike, mask: ArrayLike) -> jax.Array:
   """Per-token log-ratios ℓ = log π_θ − log μ, raw (not clamped).
 
   Args:
     logprobs: [B, T] log-probabilities under the policy being trained; the gradient flows through them.
-    behaviour: [B, T] log-probabilities the tokens had when they were drawn; no gradient flows.
+    behavior: [B, T] log-probabilities the tokens had when they were drawn; no gradient flows.
     mask: bool [B, T], True on trained tokens. What the arrays hold elsewhere is never read.
 
   Returns:
@@ -49,9 +49,9 @@ def log_ratios(logprobs: ArrayLike, behaviour: ArrayLike, mask: ArrayLike) -> ja
   >>> log_ratios(jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, 0.0]]), jnp.array([[True, False]]))
   Array([[0.5, 0. ]], dtype=float32)
   """
-  check_mask(mask, logprobs=logprobs, behaviour=behaviour)
-  behaviour = jax.lax.stop_gradient(jnp.asarray(behaviour, jnp.float32))
-  return jnp.where(mask, jnp.asarray(logprobs, jnp.float32) - behaviour, 0.0)
+  check_mask(mask, logprobs=logprobs, behavior=behavior)
+  behavior = jax.lax.stop_gradient(jnp.asarray(behavior, jnp.float32))
+  return jnp.where(mask, jnp.asarray(logprobs, jnp.float32) - behavior, 0.0)
 
 
 def sequence_log_weights(log_ratios: ArrayLike) -> jax.Array:
@@ -60,6 +60,6 @@ def sequence_log_weights(log_ratios: ArrayLike) -> jax.Array:
 
 
 def mean_log_ratios(log_ratios: ArrayLike, mask: ArrayLike) -> jax.Array:
-  """Log of the length-normalised weight w^(1/L), float32 [B]; 0 for a sequence without trained tokens."""
+  """Log of the length-normalized weight w^(1/L), float32 [B]; 0 for a sequence without trained tokens."""
   check_mask(mask, log_ratios=log_ratios)
   return sequence_log_weights(log_ratios) / jnp.maximum(jnp.sum(mask, axis=-1), 1)

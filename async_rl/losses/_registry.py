@@ -4,7 +4,7 @@ Some entries need more than the four arrays of the shared signature, for instanc
 these names from the function itself, so that a trainer can pass what it has::
 
     loss_fn = CORRECTIONS["a3po"]
-    out = loss_fn(logprobs, behaviour, advantages, mask, **{name: extras[name] for name in needs(loss_fn)})
+    out = loss_fn(logprobs, behavior, advantages, mask, **{name: extras[name] for name in needs(loss_fn)})
 """
 
 import functools
@@ -61,7 +61,7 @@ CORRECTIONS: Mapping[str, PolicyLossFn] = types.MappingProxyType(
     "proximal_rloo": proximal_rloo,
     "decoupled_recompute": decoupled_ppo,
     "decoupled_linear": functools.partial(a3po, linear=True),
-    "decoupled_behaviour": ppo_clip,
+    "decoupled_behavior": ppo_clip,
     "a3po": a3po,
   }
 )

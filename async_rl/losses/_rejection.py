@@ -49,7 +49,7 @@ def _within(log_values: jax.Array, low: float, high: float) -> jax.Array:
 
 def icepop(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -66,13 +66,13 @@ def icepop(
   >>> icepop(jnp.log(jnp.array([[0.9, 0.5]])), jnp.log(jnp.array([[0.1, 0.5]])), jnp.ones(1), mask).keep
   Array([[False,  True]], dtype=bool)
   """
-  keep = _within(log_ratios(logprobs, behaviour, mask), low, high)
-  return restrict(inner(logprobs, behaviour, advantages, mask), keep)
+  keep = _within(log_ratios(logprobs, behavior, mask), low, high)
+  return restrict(inner(logprobs, behavior, advantages, mask), keep)
 
 
 def sequence_mask(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -92,13 +92,13 @@ def sequence_mask(
   Array([[ True],
          [False]], dtype=bool)
   """
-  keep = _within(sequence_log_weights(log_ratios(logprobs, behaviour, mask)), low, high)[:, None]
-  return restrict(inner(logprobs, behaviour, advantages, mask), keep)
+  keep = _within(sequence_log_weights(log_ratios(logprobs, behavior, mask)), low, high)[:, None]
+  return restrict(inner(logprobs, behavior, advantages, mask), keep)
 
 
 def geometric_mask(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -114,18 +114,18 @@ def geometric_mask(
   References:
     Li et al., RL Collapse (part 3), 2025
 
-  >>> behaviour = jnp.array([[-1.1, -0.9], [-1.5, -1.5]])
-  >>> geometric_mask(jnp.full((2, 2), -1.0), behaviour, jnp.ones(2), jnp.ones((2, 2), bool)).keep
+  >>> behavior = jnp.array([[-1.1, -0.9], [-1.5, -1.5]])
+  >>> geometric_mask(jnp.full((2, 2), -1.0), behavior, jnp.ones(2), jnp.ones((2, 2), bool)).keep
   Array([[ True,  True],
          [False, False]], dtype=bool)
   """
-  keep = _within(mean_log_ratios(log_ratios(logprobs, behaviour, mask), mask), low, high)[:, None]
-  return restrict(inner(logprobs, behaviour, advantages, mask), keep)
+  keep = _within(mean_log_ratios(log_ratios(logprobs, behavior, mask), mask), low, high)[:, None]
+  return restrict(inner(logprobs, behavior, advantages, mask), keep)
 
 
 def opsm(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -144,9 +144,9 @@ def opsm(
   Array([[ True],
          [False]], dtype=bool)
   """
-  drift = -mean_log_ratios(log_ratios(logprobs, behaviour, mask), mask)[:, None]
+  drift = -mean_log_ratios(log_ratios(logprobs, behavior, mask), mask)[:, None]
   keep = ~((per_token(advantages, mask) < 0) & (drift > delta))
-  return restrict(inner(logprobs, behaviour, advantages, mask), keep)
+  return restrict(inner(logprobs, behavior, advantages, mask), keep)
 
 
 def second_moment_threshold(log_ratios: ArrayLike, mask: ArrayLike, *, budget: float = 0.04) -> jax.Array:
@@ -176,7 +176,7 @@ def second_moment_threshold(log_ratios: ArrayLike, mask: ArrayLike, *, budget: f
 
 def m2po(
   logprobs: ArrayLike,
-  behaviour: ArrayLike,
+  behavior: ArrayLike,
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
@@ -194,5 +194,5 @@ def m2po(
   >>> m2po(jnp.array([[-1.0, -1.0]]), jnp.array([[-1.1, -2.0]]), jnp.ones(1), mask, threshold=0.09).keep
   Array([[ True, False]], dtype=bool)
   """
-  keep = log_ratios(logprobs, behaviour, mask) ** 2 < threshold
-  return restrict(inner(logprobs, behaviour, advantages, mask), keep)
+  keep = log_ratios(logprobs, behavior, mask) ** 2 < threshold
+  return restrict(inner(logprobs, behavior, advantages, mask), keep)

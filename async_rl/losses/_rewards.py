@@ -37,20 +37,20 @@ def missing_end_rewards(rewards: ArrayLike, truncated: ArrayLike, *, reward: flo
   return jnp.where(truncated, reward, jnp.asarray(rewards, jnp.float32))
 
 
-def kl_penalised_rewards(
+def kl_penalized_rewards(
   rewards: ArrayLike, logprobs: ArrayLike, reference: ArrayLike, mask: ArrayLike, *, coefficient: float = 0.05
 ) -> jax.Array:
   """R − coefficient · Σ_t (log π_old − log π_ref), float32 [B], without gradient: the reward of proximal RLOO.
 
   Args:
     rewards: [B].
-    logprobs: [B, T] log π_old: the true behaviour log-probabilities, or the learner's recomputed ones as in the paper.
+    logprobs: [B, T] log π_old: the true behavior log-probabilities, or the learner's recomputed ones as in the paper.
     reference: [B, T] log π_ref.
     mask: bool [B, T].
     coefficient: weight of the KL estimate.
 
   >>> two = jnp.ones((1, 2))
-  >>> kl_penalised_rewards(jnp.array([1.0]), -1.0 * two, -2.0 * two, two > 0)
+  >>> kl_penalized_rewards(jnp.array([1.0]), -1.0 * two, -2.0 * two, two > 0)
   Array([0.9], dtype=float32)
   """
   penalty = sequence_log_weights(log_ratios(jax.lax.stop_gradient(logprobs), reference, mask))
@@ -62,7 +62,7 @@ def token_rewards(
 ) -> jax.Array:
   """The reward at the last trained token and −coefficient · (log π_old − log π_ref) at each: PPO's rewards, [B, T].
 
-  Arguments as in `kl_penalised_rewards`, whose result is the sum of this one over the tokens (for non-empty sequences).
+  Arguments as in `kl_penalized_rewards`, whose result is the sum of this one over the tokens (for non-empty sequences).
 
   >>> two = jnp.ones((1, 2))
   >>> token_rewards(jnp.array([1.0]), -1.0 * two, -2.0 * two, two > 0)

@@ -13,14 +13,14 @@ import numpy as np
 
 from async_rl import sampling
 from async_rl import tasks
-from async_rl.runtime._buffer import Closed
-from async_rl.runtime._buffer import RolloutBuffer
+from async_rl.rollout._buffer import Closed
+from async_rl.rollout._buffer import RolloutBuffer
+from async_rl.rollout._completion_arrays import drawn_tokens
+from async_rl.rollout._ledger import Ledger
+from async_rl.rollout._schedule import ScheduleRecorder
+from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._conversations import Conversations
-from async_rl.runtime._ledger import Ledger
 from async_rl.runtime._parts import Parts
-from async_rl.runtime._records import drawn_tokens
-from async_rl.runtime._schedule import ScheduleRecorder
-from async_rl.runtime._weights import WeightStore
 from async_rl.types import NO_VERSION
 from async_rl.types import Group
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from async_rl import sampling
 from async_rl import tasks
+from async_rl.rollout._completion_arrays import completions_from_arrays
+from async_rl.rollout._completion_arrays import completions_to_arrays
 from async_rl.runtime._parts import Parts
-from async_rl.runtime._records import completions_from_arrays
-from async_rl.runtime._records import completions_to_arrays
 from async_rl.types import FAILED
 from async_rl.types import LENGTH
 from async_rl.types import STOP
@@ -64,7 +64,7 @@ class Conversations:
   answer is appended as tokens that nobody drew, and the sample goes on; meanwhile its slot is free for others. The
   sample ends when the task has no answer, after `max_turns` turns, or, with `LENGTH`, when the answer and a token more
   do not fit its longest completion. A call that fails (see `tasks.RewardPool`) ends it with `FAILED`; its reward is the
-  stand-in of a failed judgement. Otherwise the reward is the task's, for the text of the last turn.
+  stand-in of a failed judgment. Otherwise the reward is the task's, for the text of the last turn.
 
   Not thread-safe.
 

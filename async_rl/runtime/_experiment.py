@@ -18,7 +18,7 @@ from async_rl import losses
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
-from async_rl.runtime._schedule import LAG_KINDS
+from async_rl.rollout._schedule import LAG_KINDS
 
 if TYPE_CHECKING:
   from async_rl.runtime._parts import Parts
@@ -55,7 +55,7 @@ class Experiment:
 
   #: Where the run keeps everything it writes. The same folder with the same options resumes.
   run_dir: str = "runs/experiment"
-  #: Seed of initialisation, prompt order, sampling and simulated lag.
+  #: Seed of initialization, prompt order, sampling and simulated lag.
   seed: int = 0
   #: Optimizer steps in all, also counting those before a resume.
   steps: int = 100
@@ -168,7 +168,7 @@ class Experiment:
 
   def loss(self, x: learning.LossInputs) -> losses.PolicyLoss:
     """Per-token loss."""
-    return losses.sequence_tis(x.logprobs, x.behaviour, x.advantages, x.mask, cap=8.0)
+    return losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask, cap=8.0)
 
   def advantages(self, x: learning.AdvantageInputs) -> Array:
     """Advantage of each sequence, float32 [B]; group indices are below `self.groups`."""

@@ -1,4 +1,4 @@
-"""What small learners of labelled data share: supervised training and reward models."""
+"""What small learners of labeled data share: supervised training and reward models."""
 
 from __future__ import annotations
 

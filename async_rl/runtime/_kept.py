@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from async_rl import models
-from async_rl.runtime._checkpoint import Checkpointer
-from async_rl.runtime._checkpoint import CheckpointError
+from async_rl.recording._checkpoint import Checkpointer
+from async_rl.recording._checkpoint import CheckpointError
 from async_rl.runtime._parts import Parts
 from async_rl.types import TrainState
 

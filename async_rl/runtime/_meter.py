@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from async_rl import tasks
+from async_rl.recording._metrics import staleness_histogram
+from async_rl.rollout._buffer import RolloutBuffer
+from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._actor import Actor
-from async_rl.runtime._buffer import RolloutBuffer
-from async_rl.runtime._metrics import staleness_histogram
 from async_rl.runtime._parts import Parts
-from async_rl.runtime._weights import WeightStore
 from async_rl.types import Group
 
 

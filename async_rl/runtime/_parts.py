@@ -13,11 +13,11 @@ import numpy as np
 from async_rl import learning
 from async_rl import models
 from async_rl import sampling
-from async_rl.runtime._checkpoint import Checkpointer
+from async_rl.recording._checkpoint import Checkpointer
+from async_rl.rollout._mesh import make_mesh
+from async_rl.rollout._mesh import make_meshes
+from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._experiment import Experiment
-from async_rl.runtime._mesh import make_mesh
-from async_rl.runtime._mesh import make_meshes
-from async_rl.runtime._weights import WeightStore
 from async_rl.types import Prompt
 from async_rl.types import Request
 

@@ -16,14 +16,14 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import tasks
+from async_rl.rollout._scorer import RewardModelScorer
+from async_rl.rollout._scorer import TextLimits
+from async_rl.rollout._scorer import encode_text
 from async_rl.runtime._fit import adam
 from async_rl.runtime._fit import fit
 from async_rl.runtime._fit import written
 from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
-from async_rl.runtime._scorer import RewardModelScorer
-from async_rl.runtime._scorer import TextLimits
-from async_rl.runtime._scorer import encode_text
 from async_rl.types import STOP
 from async_rl.types import Group
 from async_rl.types import Prompt
@@ -133,7 +133,7 @@ def _make_learner(parts: Parts, model: models.RewardModel, learning_rate: float,
   return learning.Learner(
     model,
     adam(learning_rate),
-    lambda x: losses.reinforce(x.logprobs, x.behaviour, x.advantages, x.mask),
+    lambda x: losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask),
     advantages,
     dataclasses.replace(parts.experiment.batch_shape(), sequences=2 * pairs),
     parts.meshes.learner,

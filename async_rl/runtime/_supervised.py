@@ -83,7 +83,7 @@ def _make_learner(parts: Parts, learning_rate: float, sequences: int) -> learnin
   return learning.Learner(
     parts.policy,
     adam(learning_rate),
-    lambda x: losses.reinforce(x.logprobs, x.behaviour, x.advantages, x.mask),
+    lambda x: losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask),
     lambda x: jnp.ones_like(x.rewards),
     dataclasses.replace(parts.experiment.batch_shape(), sequences=sequences),
     parts.meshes.learner,

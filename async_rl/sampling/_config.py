@@ -33,7 +33,7 @@ class SamplerConfig:
     seed: of all randomness, 0 <= seed < 2**32.
     length_buckets: n; programs are compiled for prompts and for a cache of 1/n, 2/n, ... of the greatest length. A
       decode step costs what the length costs, so the least that holds all samples is used. With 1, a sample does not
-      depend on its neighbours bit for bit; with more, up to the rounding of sums of different lengths.
+      depend on its neighbors bit for bit; with more, up to the rounding of sums of different lengths.
     prefill_tokens: tokens, padding included, that one prefill call should process.
   """
 

@@ -60,7 +60,7 @@ class Engine:
   A slot holds one sample. A request waits until K slots are free; its prompt is then computed once and copied into
   them. `step` decodes one chunk and returns what finished. All bookkeeping is on the host; the device holds the
   weights and the cache. A sample is determined by (seed, ticket, index in the group, weights): it does not depend
-  on slots or neighbours beyond the rounding of differently shaped programs. Not thread-safe.
+  on slots or neighbors beyond the rounding of differently shaped programs. Not thread-safe.
 
   Attributes:
     counters: running totals.

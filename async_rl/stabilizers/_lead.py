@@ -24,7 +24,7 @@ def lead_by_momentum(
 
   Part of the drift between the weights that draw and the weights that train is known in advance: with decay β, the
   last step u goes on as β u, β² u, …, β^k u over the next k steps, whatever their gradients are. A sampler that is sent
-  `leading_params`, params + (β + β² + … + β^k) u, is off-policy only by what the new gradients do. Behaviour
+  `leading_params`, params + (β + β² + … + β^k) u, is off-policy only by what the new gradients do. Behavior
   log-probabilities are those of the weights that drew, so importance weights stay exact.
 
   The updates pass unchanged. Place it last in the chain, after the learning rate and `scale_by_ess`, within

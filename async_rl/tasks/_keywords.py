@@ -1,4 +1,4 @@
-"""Key words of made-up posts: a summarisation task that a tiny model learns in a minute, with a true reward."""
+"""Key words of made-up posts: a summarization task that a tiny model learns in a minute, with a true reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPLITS = ("train", "test")
 class KeyWords:
   """Name the words of a post that are capitals, in their order; a word is one letter.
 
-  The post `kCbHsWpe:` is summarised by `CHW`. The reward is ROUGE-L with the right summary, as in `Summaries`, and
+  The post `kCbHsWpe:` is summarized by `CHW`. The reward is ROUGE-L with the right summary, as in `Summaries`, and
   `missing_end` without an end. Those who write the summaries to learn from are more or less careless: they leave out
   each word, and put another letter behind it, with a chance that differs by writer. So imitation is mediocre, and
   there is something to learn from the comparisons of `preferences`, which show two such summaries of a post, the better

@@ -30,7 +30,7 @@ MAX_ANSWER_CHARS = 1 << 16
 
 
 class RewardResult(NamedTuple):
-  """The outcome of one judgement.
+  """The outcome of one judgment.
 
   Attributes:
     value: the reward, finite; a stand-in where `failed`.
@@ -62,13 +62,13 @@ class Scorer(Protocol):
 
   @property
   def failures(self) -> dict[str, int]:
-    """How many judgements failed so far, by the first word of the reason."""
+    """How many judgments failed so far, by the first word of the reason."""
 
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
     """Queues one completion."""
 
   def close(self) -> None:
-    """Ends it; what waits is cancelled."""
+    """Ends it; what waits is canceled."""
 
 
 def judge(task: Task, prompt: Prompt, text: str, finish: str) -> RewardResult:
@@ -152,7 +152,7 @@ class RewardPool:
       task: an importable, picklable task.
       workers: number of processes; 0 computes in the caller.
       timeout_s: seconds that one reward may take.
-      failure_value: the reward of a sample whose judgement failed. It should not exceed that of a wrong answer, or
+      failure_value: the reward of a sample whose judgment failed. It should not exceed that of a wrong answer, or
         the policy learns to break the verifier.
       capacity: completions that may wait before `submit` blocks.
       memory_bytes: address space of one worker; beyond it the reward gets a MemoryError.
@@ -183,7 +183,7 @@ class RewardPool:
 
   @property
   def failures(self) -> dict[str, int]:
-    """How many judgements failed so far, by the first word of the reason."""
+    """How many judgments failed so far, by the first word of the reason."""
     with self._lock:
       return dict(self._failures["reward"])
 

@@ -23,7 +23,7 @@ from async_rl.types import Prompt
 class Summaries:
   """Posts with reference summaries, from a folder of jsonl files or from TFDS.
 
-  `reward` is a gold reward that needs no model, so that over-optimisation of a trained proxy can be measured against
+  `reward` is a gold reward that needs no model, so that over-optimization of a trained proxy can be measured against
   it: ROUGE-L (Lin, 2004), the F measure of the longest common subsequence of words with the reference. A completion
   that was cut off gets `missing_end`. A reward model trained on `preferences` replaces it in a configuration.
 
@@ -32,7 +32,7 @@ class Summaries:
       `subreddit`; None takes `dataset`. `train_preferences.jsonl` and `test_preferences.jsonl` hold `prompt`, `chosen`
       and `rejected`.
     dataset: a TFDS data set, such as "reddit_tifu/long". If it has no test split, that is the last 5 % of train.
-    post: field with the text to summarise.
+    post: field with the text to summarize.
     summary: field with the reference summary.
     missing_end: reward of a completion that did not end.
     data_dir: where TFDS keeps its data sets; None means its default.

@@ -159,9 +159,9 @@ class Judge:
     plane = [x[0][row[:, 0]] for x in (batch.tokens, batch.segments, batch.positions)]
 
     def log_weight(params, trajectory):
-      plane, column, mask, behaviour = trajectory
+      plane, column, mask, behavior = trajectory
       logprobs = self._score(params, *(x[None] for x in plane)).logprobs[0]
-      return jnp.sum(jnp.where(mask, jnp.take(logprobs, column) - behaviour, 0.0))
+      return jnp.sum(jnp.where(mask, jnp.take(logprobs, column) - behavior, 0.0))
 
     lengths = losses.squared_norms_by_length(batch.mask)
     out = losses.opob_gradient(

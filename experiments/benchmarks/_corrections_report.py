@@ -57,7 +57,7 @@ def _by_method(result: dict[str, Any], measures: tuple[str, ...], errors: bool =
 
 
 def plot(result: dict[str, Any], file: pathlib.Path) -> None:
-  """Methods by rows, lags by colours: cosine of one batch, direction of the expected gradient, relative variance."""
+  """Methods by rows, lags by colors: cosine of one batch, direction of the expected gradient, relative variance."""
   from matplotlib import colormaps
   from matplotlib.figure import Figure
   from matplotlib.ticker import NullFormatter
@@ -67,19 +67,19 @@ def plot(result: dict[str, Any], file: pathlib.Path) -> None:
   names = list(result["lags"][lags[0]]["methods"])
   figure = Figure(figsize=(12, 0.28 * len(names) + 1.6), layout="constrained")
   axes = figure.subplots(1, 3, sharey=True)
-  colours = colormaps["viridis"](np.linspace(0.0, 0.85, len(lags)))
+  colors = colormaps["viridis"](np.linspace(0.0, 0.85, len(lags)))
   panels = (
     ("cosine", "Cosine of one batch's gradient\nto the on-policy gradient"),
     ("direction", "Cosine of the expected gradient\nto the on-policy gradient (bias)"),
     ("variance", "Variance of one batch's gradient,\nmultiples of the squared expectation"),
   )
   for axis, (key, title) in zip(axes, panels, strict=True):
-    for i, (lag, colour) in enumerate(zip(lags, colours, strict=True)):
+    for i, (lag, color) in enumerate(zip(lags, colors, strict=True)):
       methods = result["lags"][lag]["methods"]
       y = np.arange(len(names)) + 0.16 * (i - (len(lags) - 1) / 2)
       values = np.array([methods[name][key] for name in names])
       errors = np.array([methods[name].get(f"{key}_error", np.nan) for name in names])
-      axis.errorbar(values, y, xerr=errors, fmt="o", markersize=4, color=colour, label=f"lag {lag}")
+      axis.errorbar(values, y, xerr=errors, fmt="o", markersize=4, color=color, label=f"lag {lag}")
     axis.set_title(title, fontsize=10)
     axis.grid(axis="both", linewidth=0.3)
     axis.axhline(sum(not name.startswith("baseline") for name in names) - 0.5, color="gray", linewidth=0.8)

@@ -55,13 +55,13 @@ class Rows(NamedTuple):
   Attributes:
     tokens: int32 [N, T].
     mask: bool [N, T], trained tokens.
-    behaviour: float32 [N, T].
+    behavior: float32 [N, T].
     rewards: float32 [N].
   """
 
   tokens: Array
   mask: Array
-  behaviour: Array
+  behavior: Array
   rewards: Array
 
   @property
@@ -75,7 +75,7 @@ def score(policy: models.Policy, params: Any, tokens: Array) -> models.TokenStat
 
 
 def log_weights_of(stats: models.TokenStats, rows: Rows) -> Array:
-  return losses.sequence_log_weights(losses.log_ratios(stats.logprobs, rows.behaviour, rows.mask))
+  return losses.sequence_log_weights(losses.log_ratios(stats.logprobs, rows.behavior, rows.mask))
 
 
 def norms_of(estimate: str, stats: models.TokenStats, rows: Rows) -> Array:
@@ -104,7 +104,7 @@ def accumulated(
     rows, advantages = batch
     stats = score(policy, params, rows.tokens)
     advantages = opob(estimate, stats, rows) if estimate else advantages
-    out = losses.sequence_tis(stats.logprobs, rows.behaviour, advantages, rows.mask)
+    out = losses.sequence_tis(stats.logprobs, rows.behavior, advantages, rows.mask)
     return losses.aggregate(out.loss, rows.mask, "sequence_mean")[0]
 
   def body(total, batch):
@@ -209,14 +209,14 @@ def sample_rows(parts: Parts, params: Any, prompts: int) -> Rows:
   length = max(len(requests[c.ticket].tokens) + len(c.tokens) for c in completions)
   length = -(-length // 128) * 128 if length > 128 else length
   tokens, mask = np.zeros((len(completions), length), np.int32), np.zeros((len(completions), length), bool)
-  behaviour, rewards = np.zeros((len(completions), length), np.float32), []
+  behavior, rewards = np.zeros((len(completions), length), np.float32), []
   for i, c in enumerate(completions):
     request = requests[c.ticket]
     start, end = len(request.tokens), len(request.tokens) + len(c.tokens)
     tokens[i, :start], tokens[i, start:end] = request.tokens, c.tokens
-    mask[i, start:end], behaviour[i, start:end] = c.mask, c.logprobs
+    mask[i, start:end], behavior[i, start:end] = c.mask, c.logprobs
     rewards.append(parts.task.reward(request.prompt, parts.decode(c.tokens), c.finish))
-  return Rows(jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(behaviour), jnp.asarray(rewards, jnp.float32))
+  return Rows(jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(behavior), jnp.asarray(rewards, jnp.float32))
 
 
 def estimates(policy: models.Policy, params: Any, rows: Rows) -> dict[str, Array]:

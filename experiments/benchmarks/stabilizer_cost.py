@@ -132,7 +132,7 @@ def measure_learner(config: models.ModelConfig, smoke: bool, repeats: int) -> di
     learner = learning.Learner(
       policy,
       OPTIMIZERS[name](),
-      lambda x: losses.sequence_tis(x.logprobs, x.behaviour, x.advantages, x.mask),
+      lambda x: losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask),
       lambda x: losses.grpo_advantages(x.rewards, x.groups, shape.sequences // 8),
       shape,
       mesh,

@@ -52,7 +52,7 @@ class RLHFExperiment(Experiment):
   missing_end: float = -3.0
   #: Folder of the first two stages.
   stages: str = "runs/stages"
-  #: Supervised steps on the task's summaries, 64 each; 0: none, as for weights that can summarise already.
+  #: Supervised steps on the task's summaries, 64 each; 0: none, as for weights that can summarize already.
   supervised_steps: int = 500
   #: Their learning rate.
   supervised_rate: float = 3e-3

@@ -46,7 +46,7 @@ class Knobs(NamedTuple):
     align_high: likewise.
     skip: probability that an update is skipped.
     b1: Adam's decay of the first moment.
-    anchor: τ in A − τ (log w − its group's mean), a penalty on leaving the behaviour policy, per sequence.
+    anchor: τ in A − τ (log w − its group's mean), a penalty on leaving the behavior policy, per sequence.
     token_anchor: β in A − β log ρ_t, the same per token.
     ahead: how far the drawing weights lead, 1 being as far as Adam's momentum alone will carry the weights until the
       data are trained on: the last step times b1 + b1² + … + b1^lag. Only the part of the drift that future
@@ -83,41 +83,41 @@ class LossInputs(NamedTuple):
   """Arguments of the losses: [B, T] each; *lag* int32, *mask* bool."""
 
   logprobs: Array
-  behaviour: Array
+  behavior: Array
   advantages: Array
   mask: Array
   lag: Array
 
 
 def _plain(loss: losses.PolicyLossFn) -> Callable[[LossInputs], losses.PolicyLoss]:
-  return lambda x: loss(x.logprobs, x.behaviour, x.advantages, x.mask)
+  return lambda x: loss(x.logprobs, x.behavior, x.advantages, x.mask)
 
 
 def _m2po(x: LossInputs) -> losses.PolicyLoss:
-  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behaviour, x.mask)
+  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask)
   return losses.m2po(*x[:4], threshold=losses.second_moment_threshold(ratios, x.mask))
 
 
 def _recompute(x: LossInputs) -> losses.PolicyLoss:
-  """One update per batch: the weights at its start are the trained ones, and only the behaviour weight remains."""
+  """One update per batch: the weights at its start are the trained ones, and only the behavior weight remains."""
   return losses.decoupled_ppo(*x[:4], proximal=x.logprobs)
 
 
 def _prefix_tis(x: LossInputs, cap: float = 8.0) -> losses.PolicyLoss:
   """Weight of token t: min(Π_{s≤t} ρ_s, cap), the part of the sequence weight that the token's own past explains."""
-  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behaviour, x.mask)
+  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask)
   weights = losses.clamped_exp(jnp.minimum(jnp.cumsum(ratios, axis=1), jnp.log(cap)))
-  return losses.reinforce(x.logprobs, x.behaviour, weights * x.advantages, x.mask)
+  return losses.reinforce(x.logprobs, x.behavior, weights * x.advantages, x.mask)
 
 
 def _tempered_is(x: LossInputs) -> losses.PolicyLoss:
   """Weight w^α, mean 1, with the largest α (of 33 in [0, 1]) whose weights have an ESS of `ESS_TARGET` of the batch."""
-  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behaviour, x.mask)
+  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask)
   tempered = jnp.linspace(0.0, 1.0, 33)[:, None] * losses.sequence_log_weights(ratios)[None, :]
   reached = jax.vmap(stabilizers.ess_ratio)(tempered) >= ESS_TARGET
   logs = tempered[jnp.max(jnp.where(reached, jnp.arange(33), 0))]
   weights = jax.nn.softmax(logs) * logs.size
-  return losses.reinforce(x.logprobs, x.behaviour, weights[:, None] * x.advantages, x.mask)
+  return losses.reinforce(x.logprobs, x.behavior, weights[:, None] * x.advantages, x.mask)
 
 
 LOSSES: dict[str, Callable[[LossInputs], losses.PolicyLoss]] = {

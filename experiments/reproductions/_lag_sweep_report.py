@@ -170,8 +170,8 @@ def draw_rates(table: Table, file: pathlib.Path) -> None:
         if at:
           measures = [interval(table.accuracy[i]) for i in at.values()]
           mean, half = np.nan_to_num(np.array(measures), posinf=0.0).T
-          colour = f"C{PANELS[panel].index(method)}" if method != "sync" else "black"
-          style = {"color": colour, "linestyle": "--" if method == "sync" else "-"}
+          color = f"C{PANELS[panel].index(method)}" if method != "sync" else "black"
+          style = {"color": color, "linestyle": "--" if method == "sync" else "-"}
           (line,) = axis.plot(list(at), mean, marker=".", label=method, **style)
           axis.fill_between(list(at), mean - half, mean + half, alpha=0.12, color=line.get_color(), linewidth=0)
       axis.set(xscale="log", title=f"lag {lag}")

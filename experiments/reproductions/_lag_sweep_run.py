@@ -1,4 +1,4 @@
-"""Whole training runs as one function of their knobs, vectorised over runs and split over devices.
+"""Whole training runs as one function of their knobs, vectorized over runs and split over devices.
 
 The lag is made by drawing every batch with old weights: a ring of the last `MAX_LAG + 1` parameter vectors, read `lag`
 updates back. So every batch is fresh, any schedule of lags is possible, and the drawing weights may be changed

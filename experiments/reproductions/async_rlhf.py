@@ -23,6 +23,7 @@ from typing import get_args
 import jax
 import numpy as np
 
+from async_rl import recording
 from async_rl import runtime
 from async_rl.learning import Method
 from experiments.configs import keywords
@@ -66,7 +67,7 @@ def looks(folder: pathlib.Path) -> list[Look]:
   found = []
   for file in sorted(folder.glob("*_n*_seed*/metrics.jsonl")):
     method, rounds, seed = file.parent.name.rsplit("_", 2)
-    for row in runtime.read_metrics(file):
+    for row in recording.read_metrics(file):
       if "eval/kl_reference" in row:
         values = (row[f"eval/{name}"] for name in ("accuracy", "proxy", "kl_reference"))
         found.append(Look(method, int(rounds[1:]), int(seed[4:]), row["step"], *values))

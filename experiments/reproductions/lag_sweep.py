@@ -5,7 +5,7 @@
     python -m experiments.reproductions.lag_sweep --report                                     # tables and figures
 
 Every run is a whole training in the `simulated` way, at a fixed lag: a small transformer, warm-started by supervision
-up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorised (64 to a GPU at once; all
+up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorized (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
 `cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS][%RATE,...]; the groups are sync,
 published, ahead, candidates, second, sync_exact, third, controls (these need the runs that they are matched to), ramped
@@ -47,7 +47,7 @@ class Sweep:
     folder: of results, warm starts and tokenized problems.
     settings: by task name.
     devices: that the runs are split over.
-    runs_per_device: vectorised runs.
+    runs_per_device: vectorized runs.
     dtype: of the policies.
     seconds: no chunk of runs is begun that would probably end later than this.
     data_dir: of TFDS.

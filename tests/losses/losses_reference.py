@@ -145,10 +145,10 @@ def decoupled_ppo(
   return loss, keep, clipped or capped
 
 
-def proximal(fixed, mu, lag, linear=False, behaviour_at_zero=False):
+def proximal(fixed, mu, lag, linear=False, behavior_at_zero=False):
   out = np.zeros(fixed.shape)
   for b, t in np.ndindex(fixed.shape):
-    alpha = 1 / lag[b, t] if lag[b, t] >= 1 else float(behaviour_at_zero)
+    alpha = 1 / lag[b, t] if lag[b, t] >= 1 else float(behavior_at_zero)
     if linear:
       out[b, t] = math.log(alpha * math.exp(mu[b, t]) + (1 - alpha) * math.exp(fixed[b, t]))
     else:
@@ -156,8 +156,8 @@ def proximal(fixed, mu, lag, linear=False, behaviour_at_zero=False):
   return out
 
 
-def a3po(lp, fixed, mu, advantages, mask, lag=None, linear=False, behaviour_at_zero=False, **options):
-  prox = proximal(fixed, mu, lag, linear, behaviour_at_zero)
+def a3po(lp, fixed, mu, advantages, mask, lag=None, linear=False, behavior_at_zero=False, **options):
+  prox = proximal(fixed, mu, lag, linear, behavior_at_zero)
   return decoupled_ppo(lp, fixed, mu, advantages, mask, proximal=prox, **options)
 
 

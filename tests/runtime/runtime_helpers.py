@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from async_rl import recording
 from async_rl import runtime
 from async_rl.runtime import _run
 
@@ -26,7 +27,7 @@ def run(experiment):
 
 def rows(summary):
   """Metrics of the steps, without those of evaluations."""
-  return [r for r in runtime.read_metrics(summary.folder.metrics) if "reward/mean" in r]
+  return [r for r in recording.read_metrics(summary.folder.metrics) if "reward/mean" in r]
 
 
 def assert_identical(a, b):

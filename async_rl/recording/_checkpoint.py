@@ -1,0 +1,269 @@
+"""Checkpoints: all that a run needs to go on as if it had not been interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from async_rl.models import split_trainable
+from async_rl.recording._frozen import restore_frozen
+from async_rl.recording._frozen import save_frozen
+from async_rl.recording._run_folder import differences
+from async_rl.types import TrainState
+
+_WRITE_REMEDY = "free some space or choose another folder"
+
+
+class CheckpointError(RuntimeError):
+  """A checkpoint cannot be written or used; the message is one sentence for the user, with the remedy."""
+
+
+class Checkpointer:
+  """Saves and restores with Orbax: asynchronously, atomically, onto any number of devices.
+
+  A checkpoint has the items `params`, `optimizer` (optimizer state and version), `host` (a tree of numpy arrays and
+  JSON values, one per process) and `meta` (the fingerprint).
+
+  Where the parameters have adapters, `params` are these alone. What they were trained on is written once, to the folder
+  `base` beside `folder`; `meta` has its checksum, so that no checkpoint is ever put on another base.
+
+  Args:
+    folder: where the checkpoints are; made if missing.
+    keep: how many of the newest to keep.
+    fingerprint: JSON-like mapping that describes the model; checkpoints with another one are refused.
+  """
+
+  def __init__(self, folder: pathlib.Path | str, *, keep: int, fingerprint: Mapping[str, Any]):
+    self.folder = pathlib.Path(folder).absolute()
+    self._fingerprint = json.loads(json.dumps(fingerprint))
+    self._base_folder = self.folder.with_name("base")
+    self._base: str | None = None  # checksum of the frozen parameters, once they are written or read
+    options = ocp.CheckpointManagerOptions(
+      preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
+    )
+    handlers = {
+      "params": ocp.StandardCheckpointHandler(),
+      "optimizer": ocp.StandardCheckpointHandler(),
+      "host": _HostHandler(),
+      "meta": ocp.JsonCheckpointHandler(),
+    }
+    with self._explained("cannot be written", _WRITE_REMEDY):
+      self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+  @property
+  def latest_step(self) -> int | None:
+    """Step of the newest complete checkpoint, or None."""
+    return self._manager.latest_step()
+
+  def save(self, step: int, state: TrainState, host: Mapping[str, Any]) -> None:
+    """Starts saving; returns once the values are copied, so that `state` may be donated.
+
+    Does nothing if `step` is saved already. An error of the save before is raised here, at the latest by `wait`.
+
+    Args:
+      step: number of the checkpoint, larger than those before.
+      state: arrays on the learner mesh.
+      host: state of this process: nested dicts and lists of numpy arrays, numbers, strings, booleans and None.
+
+    Raises:
+      CheckpointError: if it cannot be written. Earlier checkpoints are not touched.
+    """
+    if step == self.latest_step:
+      return
+    archive = _to_archive(host)
+    trained, frozen = split_trainable(state.params)
+    state, first = state._replace(params=trained), bool(frozen) and self._base is None
+    needed = len(archive) + sum(x.nbytes for x in jax.tree.leaves((state, frozen if first else {})))
+    free = shutil.disk_usage(self.folder).free
+    if free < needed:
+      raise CheckpointError(
+        f"the checkpoint of step {step} needs {needed / 1e9:.3g} GB, but {self.folder} has {free / 1e9:.3g} GB free; "
+        + _WRITE_REMEDY
+      )
+    if first:
+      with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
+        self._base = save_frozen(self._base_folder, frozen)
+    items = ocp.args.Composite(
+      params=ocp.args.StandardSave(state.params),
+      optimizer=ocp.args.StandardSave({"opt_state": state.opt_state, "version": state.version}),
+      host=_HostSave(archive),
+      meta=ocp.args.JsonSave(self._fingerprint | ({"base": self._base} if frozen else {})),
+    )
+    with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
+      self._manager.save(step, args=items)
+
+  def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+    """Reads a checkpoint.
+
+    Args:
+      abstract: the state as `jax.ShapeDtypeStruct`s with the shardings wanted now, whatever they were at the save.
+      step: which one; default the newest.
+
+    Returns:
+      The state, and this process's `host` tree.
+
+    Raises:
+      CheckpointError: if there is none, it is of another model or on another base, or cannot be read.
+    """
+    targets = {
+      "params": abstract.params,
+      "optimizer": {"opt_state": abstract.opt_state, "version": abstract.version},
+    }
+    items = self._restore(step, targets, host=_HostRestore())
+    return TrainState(items["params"], **items["optimizer"]), items["host"]
+
+  def restore_params(self, abstract: Any, step: int | None = None) -> Any:
+    """Reads the parameters alone; arguments and errors as in `restore`."""
+    return self._restore(step, {"params": abstract})["params"]
+
+  def wait(self) -> None:
+    """Waits until what was saved is on disk; raises CheckpointError if that failed."""
+    with self._explained("cannot be written", _WRITE_REMEDY):
+      self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits, and lets go of threads."""
+    self.wait()
+    self._manager.close()
+
+  def _restore(self, step: int | None, targets: dict[str, Any], **others: Any) -> Any:
+    step = self.latest_step if step is None else step
+    if step is None or step not in self._manager.all_steps():
+      raise CheckpointError(f"{self.folder} has no checkpoint{'' if step is None else f' of step {step}'}")
+    trained, frozen = split_trainable(targets["params"])
+    targets = targets | {"params": trained}
+    with self._explained(f"of step {step} cannot be read", "resume from another one"):
+      meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+      base = meta.pop("base", None)
+      self._check_same(step, list(differences(meta, self._fingerprint)))
+      saved = self._manager.item_metadata(step)
+      for name, target in targets.items():
+        self._check_same(step, list(differences(_shapes(saved[name].tree), _shapes(target))))
+      arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
+      items = dict(self._manager.restore(step, args=ocp.args.Composite(**arguments, **others)).items())
+      if frozen:
+        items["params"] |= self._restore_base(step, frozen, base)
+      return items
+
+  def _restore_base(self, step: int, abstract: Any, expected: str) -> Any:
+    if not self._base_folder.exists():
+      raise CheckpointError(
+        f"checkpoint {step} in {self.folder} holds adapters, but the weights that they were trained on are missing: "
+        f"bring {self._base_folder} back"
+      )
+    params, found = restore_frozen(self._base_folder, abstract)
+    if found != expected:
+      raise CheckpointError(
+        f"checkpoint {step} in {self.folder} holds adapters of other weights than those in {self._base_folder} "
+        f"(checksum {expected}, not {found}): bring the right folder back"
+      )
+    self._base = found
+    return params
+
+  def _check_same(self, step: int, changes: list[str]) -> None:
+    if changes:
+      shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if len(changes) > 4 else "")
+      raise CheckpointError(
+        f"checkpoint {step} in {self.folder} is of another model or optimizer ({shown}): "
+        "use the configuration it was made with, or another folder"
+      )
+
+  @contextlib.contextmanager
+  def _explained(self, what: str, remedy: str) -> Iterator[None]:
+    try:
+      yield
+    except CheckpointError:
+      raise
+    except Exception as error:
+      reason = (str(error).splitlines() or [type(error).__name__])[0]
+      raise CheckpointError(f"the checkpoint in {self.folder} {what}: {reason}; {remedy}") from error
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(x.dtype).name}{list(x.shape)}"
+    for path, x in leaves
+  }
+
+
+class _HostHandler(ocp.CheckpointHandler):
+  """One numpy archive per process."""
+
+  def save(self, directory: Any, args: _HostSave) -> None:
+    _host_file(directory).write_bytes(args.archive)
+
+  def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
+    del args
+    processes = len(list(directory.glob("process_*.npz")))
+    if processes != jax.process_count():
+      raise CheckpointError(
+        f"the checkpoint was made by {processes} processes and this run has {jax.process_count()}: "
+        "their rollouts cannot be divided anew, resume with as many processes"
+      )
+    return _from_archive(_host_file(directory).read_bytes())
+
+
+@ocp.args.register_with_handler(_HostHandler, for_save=True)
+@dataclasses.dataclass
+class _HostSave(ocp.args.CheckpointArgs):
+  archive: bytes
+
+
+@ocp.args.register_with_handler(_HostHandler, for_restore=True)
+@dataclasses.dataclass
+class _HostRestore(ocp.args.CheckpointArgs):
+  pass
+
+
+def _host_file(directory: Any) -> Any:
+  return directory / f"process_{jax.process_index()}.npz"
+
+
+def _to_archive(tree: Any) -> bytes:
+  """The arrays of a tree as a numpy archive, with the tree around them as JSON. Nothing is pickled."""
+  arrays: dict[str, np.ndarray] = {}
+
+  def encode(node: Any) -> Any:
+    if isinstance(node, np.ndarray):
+      name = str(len(arrays))
+      # numpy does not know the types that JAX adds, such as bfloat16: their bits are kept, and their name.
+      arrays[name] = node.view(f"u{node.itemsize}") if node.dtype.kind == "V" else node
+      return {"array": name, "dtype": node.dtype.name}
+    if isinstance(node, Mapping):
+      return {"dict": {key: encode(value) for key, value in node.items()}}
+    if isinstance(node, list | tuple):
+      return [encode(value) for value in node]
+    return node.item() if isinstance(node, np.generic) else node
+
+  text = json.dumps(encode(tree)).encode()
+  archive = io.BytesIO()
+  np.savez(archive, tree=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]
+  return archive.getvalue()
+
+
+def _from_archive(archive: bytes) -> Any:
+  """Inverse of `_to_archive`, up to tuples (they become lists) and numpy scalars (Python's)."""
+  with np.load(io.BytesIO(archive), allow_pickle=False) as arrays:
+
+    def decode(node: Any) -> Any:
+      if isinstance(node, list):
+        return [decode(value) for value in node]
+      if isinstance(node, dict) and "array" in node:
+        return arrays[node["array"]].view(np.dtype(node["dtype"]))
+      if isinstance(node, dict):
+        return {key: decode(value) for key, value in node["dict"].items()}
+      return node
+
+    return decode(json.loads(arrays["tree"].tobytes()))

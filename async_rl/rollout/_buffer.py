@@ -1,0 +1,333 @@
+"""The rollout buffer: what may be sampled, what is trained next, and never at a lag above the bound.
+
+With G groups per step, learner version v, and a group stamped at submission with the version u <= v of the weights
+the sampler held:
+
+(a) a group is submitted only while `submitted < (max_lag + u + 1) * G`, where `submitted` counts all groups ever
+    submitted less the failed ones;
+(b) a group's deadline is step u + max_lag. The batch of step v is taken only when those left behind, in order of
+    deadline, can still be trained in time: the i-th of them at step v + 1 + i // G.
+
+(b) holds after every step by waiting, (a) keeps new groups from breaking it, and with both no token is ever trained
+at a lag above max_lag, while every submitted group is trained: nothing is discarded, however slow. At max_lag = 0
+this is synchronous training.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import math
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from async_rl.rollout._completion_arrays import groups_from_arrays
+from async_rl.rollout._completion_arrays import groups_to_arrays
+from async_rl.types import Group
+from async_rl.types import Prompt
+
+
+class EndOfData(Exception):
+  """No further batch can be formed: the steps are done or the prompts are used up."""
+
+
+class Closed(RuntimeError):
+  """The run is ending; its cause, if there was one, is the `__cause__`."""
+
+
+class RolloutBuffer:
+  """Thread-safe buffer between samplers and the learner of one process.
+
+  A sampler calls `try_submit` (or `wait_submit` when it has nothing else to do), completes the group of that
+  ticket, and calls `put` or `fail`. The learner calls `take(v)` for v = 0, 1, 2, ..., after it published its weights
+  of version v. Whoever fails calls `close(error)`, which wakes everybody.
+
+  Args:
+    groups_per_step: G, groups trained by one optimizer step, >= 1.
+    max_lag: the largest allowed lag of a trained token, in optimizer steps, >= 0.
+    steps: optimizer steps of the run, or None for no end.
+    limit: number of tickets, hence of prompts, or None for no end. A group that could only be part of an incomplete
+      last batch is never started.
+  """
+
+  def __init__(self, groups_per_step: int, max_lag: int, *, steps: int | None = None, limit: int | None = None):
+    if groups_per_step < 1:
+      raise ValueError(f"groups_per_step must be >= 1, got groups_per_step={groups_per_step}")
+    if max_lag < 0:
+      raise ValueError(f"max_lag must be >= 0, got max_lag={max_lag}")
+    if limit is not None and limit < groups_per_step:
+      raise ValueError(f"limit={limit} prompts cannot fill one step of groups_per_step={groups_per_step} groups")
+    self.groups_per_step = groups_per_step
+    self.max_lag = max_lag
+    self._steps = steps
+    self._limit = limit
+    self._changed = threading.Condition()
+    self._closed = False
+    self._error: BaseException | None = None
+    self._next_ticket = 0
+    self._submitted = 0
+    self._taken = 0  # batches taken; the next one is for this learner version
+    self._learner = 0  # the newest version that the learner is known to have published
+    self._stamps: dict[int, int] = {}  # untrained ticket -> version it was submitted at
+    self._complete: dict[int, Group] = {}
+    self._resubmit: list[int] = []  # heap of restored tickets that no sampler works on
+    self._failures: collections.Counter[str] = collections.Counter()
+
+  def try_submit(self, sampler_version: int) -> int | None:
+    """Returns the ticket of a group to sample now, or None when the lag bound or the end of the data forbids one.
+
+    Args:
+      sampler_version: version of the weights that the caller's sampler holds.
+
+    Raises:
+      Closed: if the buffer was closed.
+    """
+    with self._changed:
+      self._check_open()
+      return self._submit(sampler_version)
+
+  def wait_submit(self, sampler_version: int, timeout: float | None = None) -> int | None:
+    """Waits until a group may be sampled; for a sampler that has nothing else to do.
+
+    Returns:
+      A ticket; or None if the learner has newer weights than `sampler_version` (fetch them and ask again), or after
+      `timeout` seconds.
+
+    Raises:
+      Closed: if the buffer was closed.
+    """
+
+    def ready() -> tuple[int | None] | None:
+      self._check_open()
+      ticket = self._submit(sampler_version)
+      return (ticket,) if ticket is not None or self._learner > sampler_version else None
+
+    result = self._wait(ready, timeout)
+    return result[0] if result else None
+
+  def put(self, group: Group) -> None:
+    """Hands in a finished group.
+
+    Raises:
+      ValueError: if its ticket is not out, or a token is older than the weights it was submitted with.
+      Closed: if the buffer was closed.
+    """
+    ticket = group.request.ticket
+    oldest = min((int(c.versions[c.mask].min()) for c in group.completions if c.mask.any()), default=None)
+    with self._changed:
+      self._check_open()
+      self._check_out(ticket)
+      if oldest is not None and oldest < self._stamps[ticket]:
+        raise ValueError(
+          f"group {ticket} has a token of version {oldest}, but was submitted with weights of {self._stamps[ticket]}"
+        )
+      self._complete[ticket] = group
+      self._changed.notify_all()
+
+  def fail(self, ticket: int, reason: str) -> None:
+    """Gives up a group; another one is submitted in its place, and the failure is counted under `reason`."""
+    with self._changed:
+      self._check_open()
+      self._check_out(ticket)
+      del self._stamps[ticket]
+      self._submitted -= 1
+      self._failures[reason] += 1
+      self._changed.notify_all()
+
+  def take(self, version: int, timeout: float | None = None, tickets: Collection[int] | None = None) -> list[Group]:
+    """Waits for the batch of step `version` and returns its groups, ordered by ticket.
+
+    Args:
+      version: learner version, the number of batches taken before.
+      timeout: seconds to wait, None for ever.
+      tickets: take exactly these groups (to replay a recorded run) instead of the most urgent complete ones.
+
+    Raises:
+      EndOfData: if no further batch can be formed.
+      TimeoutError: after `timeout` seconds.
+      Closed: if the buffer was closed; the error it was closed with, if there was one, is raised itself.
+      ValueError: if it is not this version's turn, or training `tickets` now would break the lag bound.
+    """
+
+    def ready() -> list[int] | None:
+      self.check()
+      self._check_open()
+      if self._taken == self._steps or len(self._stamps) + self._remaining() < self.groups_per_step:
+        raise EndOfData(f"the data ended after {self._taken} steps, with {len(self._stamps)} groups left")
+      return self._choose() if tickets is None else self._choose_these(tickets)
+
+    with self._changed:
+      if version != self._taken:
+        raise ValueError(f"take({version}) out of turn: the next batch is that of version {self._taken}")
+      self._learner = version
+      self._changed.notify_all()
+      chosen = self._wait(ready, timeout)
+      if chosen is None:
+        raise TimeoutError(f"no batch for step {version} within {timeout} s: {self._describe()}")
+      self._taken += 1
+      for ticket in chosen:
+        del self._stamps[ticket]
+      return [self._complete.pop(ticket) for ticket in sorted(chosen)]
+
+  def close(self, error: BaseException | None = None) -> None:
+    """Ends the run: wakes every waiting thread, with `error` as the cause. The first error wins."""
+    with self._changed:
+      self._closed = True
+      self._error = self._error or error
+      self._changed.notify_all()
+
+  def check(self) -> None:
+    """Raises the error that the buffer was closed with, if there was one."""
+    if self._error is not None:
+      raise self._error
+
+  def counts(self) -> dict[str, int]:
+    """Groups by state: `submitted` (failed ones excluded), `pending`, `complete`, `trained`, `failed`."""
+    with self._changed:
+      return {
+        "submitted": self._submitted,
+        "pending": len(self._stamps) - len(self._complete),
+        "complete": len(self._complete),
+        "trained": self._submitted - len(self._stamps),
+        "failed": self._failures.total(),
+      }
+
+  def failures(self) -> dict[str, int]:
+    """Failed groups by reason."""
+    with self._changed:
+      return dict(self._failures)
+
+  def groups(self) -> list[Group]:
+    """The complete groups that wait to be trained, ordered by ticket."""
+    with self._changed:
+      return [self._complete[ticket] for ticket in sorted(self._complete)]
+
+  def state(self) -> dict[str, Any]:
+    """Returns counters, tickets and complete groups as a tree of numpy arrays and numbers, for a checkpoint."""
+    with self._changed:
+      complete = sorted(self._complete)
+      pending = sorted(self._stamps.keys() - self._complete.keys())
+      return {
+        "groups_per_step": self.groups_per_step,
+        "max_lag": self.max_lag,
+        "next_ticket": self._next_ticket,
+        "submitted": self._submitted,
+        "taken": self._taken,
+        "failures": dict(self._failures),
+        "pending": _table(pending, self._stamps),
+        "complete": _table(complete, self._stamps),
+        "groups": groups_to_arrays(self._complete[ticket] for ticket in complete),
+      }
+
+  def restore(self, state: dict[str, Any], prompts: Sequence[Prompt], in_flight: Iterable[int] = ()) -> None:
+    """Continues from `state`, before anything was submitted here.
+
+    Groups that were pending are given out again by `try_submit` under their old tickets and deadlines.
+
+    Args:
+      state: what `state` returned.
+      prompts: the task's prompts, by id.
+      in_flight: pending tickets that the restored sampler is still working on, and so are not given out again.
+
+    Raises:
+      ValueError: if the state is of a buffer with another step size or lag bound.
+    """
+    for name in ("groups_per_step", "max_lag"):
+      if state[name] != getattr(self, name):
+        raise ValueError(
+          f"the checkpoint was made with {name}={state[name]}, this run has {name}={getattr(self, name)}: "
+          "resume with the old value"
+        )
+    pending, complete = (dict(zip(*(state[k][c].tolist() for c in ("ticket", "version")))) for k in _TABLES)
+    with self._changed:
+      self._next_ticket = state["next_ticket"]
+      self._submitted = state["submitted"]
+      self._taken = self._learner = state["taken"]
+      self._failures = collections.Counter(state["failures"])
+      self._stamps = pending | complete
+      self._complete = {g.request.ticket: g for g in groups_from_arrays(state["groups"], prompts)}
+      self._resubmit = sorted(pending.keys() - set(in_flight))
+      self._changed.notify_all()
+
+  # All below: with the lock held.
+
+  def _submit(self, sampler_version: int) -> int | None:
+    if not 0 <= sampler_version <= self._taken:
+      raise ValueError(f"sampler_version={sampler_version}, but the learner has only made versions 0 to {self._taken}")
+    if self._resubmit:
+      return heapq.heappop(self._resubmit)
+    total = self._submitted + self._remaining()
+    if total < math.inf:
+      total -= total % self.groups_per_step
+    if self._submitted >= min((self.max_lag + sampler_version + 1) * self.groups_per_step, total):
+      return None
+    ticket = self._next_ticket
+    self._next_ticket += 1
+    self._submitted += 1
+    self._stamps[ticket] = sampler_version
+    return ticket
+
+  def _remaining(self) -> float:
+    """How many more groups could be submitted if all of those out succeeded."""
+    tickets = math.inf if self._limit is None else self._limit - self._next_ticket
+    groups = math.inf if self._steps is None else self._steps * self.groups_per_step - self._submitted
+    return max(0, min(tickets, groups))
+
+  def _choose(self) -> list[int] | None:
+    """The most urgent complete groups, if they can be trained now. No other choice can if these cannot."""
+    if len(self._complete) < self.groups_per_step:
+      return None
+    urgent = heapq.nsmallest(self.groups_per_step, self._complete, key=lambda ticket: (self._stamps[ticket], ticket))
+    return urgent if self._in_time_without(urgent) else None
+
+  def _choose_these(self, tickets: Collection[int]) -> list[int] | None:
+    if len(set(tickets)) != self.groups_per_step:
+      raise ValueError(f"a batch has {self.groups_per_step} groups, got {sorted(tickets)}")
+    if not self._complete.keys() >= set(tickets):
+      return None
+    if not self._in_time_without(tickets):
+      raise ValueError(f"training groups {sorted(tickets)} at step {self._taken} breaks max_lag={self.max_lag}")
+    return list(tickets)
+
+  def _in_time_without(self, chosen: Collection[int]) -> bool:
+    left = sorted(self._stamps[ticket] for ticket in self._stamps.keys() - set(chosen))
+    return all(self._taken + 1 + i // self.groups_per_step <= u + self.max_lag for i, u in enumerate(left))
+
+  def _wait(self, ready: Callable[[], Any], timeout: float | None) -> Any:
+    start = time.monotonic()
+    with self._changed:
+      while (result := ready()) is None:
+        left = None if timeout is None else start + timeout - time.monotonic()
+        if left is not None and left <= 0:
+          return None
+        self._changed.wait(left)
+      return result
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise Closed("the rollout buffer was closed") from self._error
+
+  def _check_out(self, ticket: int) -> None:
+    if ticket not in self._stamps or ticket in self._complete or ticket in self._resubmit:
+      raise ValueError(f"no group with ticket {ticket} is being sampled")
+
+  def _describe(self) -> str:
+    pending = sorted(self._stamps.keys() - self._complete.keys())
+    return f"{len(self._complete)} groups complete, {len(pending)} pending (the oldest: {pending[:4]})"
+
+
+_TABLES = ("pending", "complete")
+
+
+def _table(tickets: Sequence[int], stamps: dict[int, int]) -> dict[str, np.ndarray]:
+  return {
+    "ticket": np.asarray(tickets, np.int64),
+    "version": np.asarray([stamps[ticket] for ticket in tickets], np.int32),
+  }

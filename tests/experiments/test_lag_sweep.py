@@ -1,0 +1,298 @@
+"""The lag sweep: rewards on the device, sampler against learner, knobs, bookkeeping, and a tiny sweep end to end."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from async_rl import losses
+from async_rl import tasks
+from async_rl.types import LENGTH
+from async_rl.types import STOP
+from experiments.reproductions import _lag_sweep_methods as methods
+from experiments.reproductions import _lag_sweep_plan as plans
+from experiments.reproductions import _lag_sweep_report as reports
+from experiments.reproductions import _lag_sweep_run as runs
+from experiments.reproductions import _lag_sweep_tasks as problems
+from experiments.reproductions import lag_sweep
+
+SETTINGS = {
+  "sums": problems.Setting(tasks.Sums(numbers=3, train=60, test=40), problems.SETTINGS["ch3"].model),
+  "countdown": problems.Setting(tasks.CountdownSteps(numbers=3, train=60, test=40), problems.SETTINGS["cd4"].model),
+}
+TINY = dataclasses.replace(SETTINGS["sums"], **problems.TINY)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+  return str(tmp_path_factory.mktemp("tfds"))
+
+
+@pytest.fixture(scope="module")
+def tiny_data(data_dir, tmp_path_factory):
+  return problems.problems(TINY, tmp_path_factory.mktemp("sums"), data_dir)
+
+
+def _mutated(rng: np.random.Generator, tokens: np.ndarray, vocab: int) -> np.ndarray:
+  """Correct completions with up to two symbols changed, or two swapped: mostly wrong, sometimes right."""
+  tokens = tokens.copy()
+  for row in tokens:
+    at = rng.integers(0, len(row), 2)
+    kind = rng.integers(0, 4)
+    if kind == 1:
+      row[at[0]] = rng.integers(0, vocab)
+    elif kind == 2:
+      row[at] = rng.integers(0, vocab, 2)
+    elif kind == 3:
+      row[at] = row[at[::-1]]
+  return tokens
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_reward_on_the_device_is_the_tasks_own(name, tmp_path, data_dir):
+  setting = SETTINGS[name]
+  task = dataclasses.replace(setting.task, data_dir=data_dir)
+  test, texts = problems.problems(setting, tmp_path, data_dir)[1], task.prompts("test")
+  rng, end = np.random.default_rng(0), setting.end
+  prompts = np.repeat(np.asarray(test.prompts), problems.VARIANTS, axis=0)
+  correct = np.asarray(test.solutions).reshape(len(prompts), -1)
+  batches = [correct, rng.integers(0, end + 1, correct.shape), *(_mutated(rng, correct, end + 1) for _ in range(12))]
+  reward = jax.jit(problems.reward_fn(setting))
+  assert np.all(reward(prompts, correct) == 1)
+  seen = set()
+  for tokens in batches:
+    got = np.asarray(reward(jnp.asarray(prompts), jnp.asarray(tokens, jnp.int32)))
+    for i, row in enumerate(tokens):
+      stopped = end in row
+      text = problems.decode(task, row[: list(row).index(end)] if stopped else row)
+      wanted = task.reward(texts[i // problems.VARIANTS], text, STOP if stopped else LENGTH)
+      assert got[i] == wanted, text
+      seen.add((wanted, np.array_equal(row, correct[i])))
+  assert {(1.0, True), (0.0, False)} <= seen
+
+
+@pytest.mark.parametrize(
+  ("text", "wanted"),
+  [
+    ("2 * 3 = 6 ; 6 + 4 = 10", 1),
+    ("4 + 6 = 10 ; 2 * 3 = 6", 0),  # uses a number that is not there yet
+    ("2 * 3 = 6 ; 6 + 6 = 12", 0),  # uses a number twice
+    ("2 + 4 = 6 ; 6 + 3 = 9", 0),  # reaches something else
+    ("2 * 3 = 7 ; 7 + 3 = 10", 0),  # wrong arithmetic
+    ("4 / 3 = 1 ; 1 * 2 = 2", 0),  # no integer
+  ],
+)
+def test_countdown_steps_by_hand(text, wanted):
+  setting = SETTINGS["countdown"]
+  prompt = jnp.array([problems.encode(setting.task, "2 3 4 = 10 :")])
+  tokens = jnp.array([[*problems.encode(setting.task, text), setting.end]])
+  assert problems.reward_fn(setting)(prompt, tokens)[0] == wanted
+
+
+def test_division_and_subtraction_count():
+  setting = SETTINGS["countdown"]
+  prompt = jnp.array([problems.encode(setting.task, "8 2 3 = 1 :")] * 2)
+  texts = ("8 / 2 = 4 ; 4 - 3 = 1", "8 / 0 = 4 ; 4 - 3 = 1")
+  tokens = jnp.array([[*problems.encode(setting.task, text), setting.end] for text in texts])
+  assert problems.reward_fn(setting)(prompt, tokens).tolist() == [1, 0]
+
+
+@pytest.fixture(scope="module")
+def drawn(tiny_data):
+  """A runner, weights far from uniform, prompts, and completions drawn with them."""
+  runner = runs.Runner(TINY, "float32", max_lag=4)
+  weights = 1.5 * runner.init(jax.random.key(0))
+  prompts = tiny_data[0].prompts[:2]
+  completions = jax.jit(runner.draw, static_argnums=2)(weights, prompts, TINY.samples, jax.random.key(1))
+  return runner, weights, jnp.repeat(prompts, TINY.samples, axis=0), completions
+
+
+def test_sampler_and_learner_agree_on_log_probabilities(drawn):
+  runner, weights, prompts, completions = drawn
+  scored = jax.jit(runner.score)(weights, prompts, completions.tokens)
+  np.testing.assert_allclose(
+    np.where(completions.mask, scored.logprobs, 0), np.where(completions.mask, completions.logprobs, 0), atol=1e-5
+  )
+  assert len(np.unique(completions.tokens)) > 3
+  end = TINY.end
+  for row, mask in zip(np.asarray(completions.tokens), np.asarray(completions.mask)):
+    length = list(row).index(end) + 1 if end in row else len(row)
+    assert mask.sum() == length
+    assert mask[:length].all()
+
+
+@pytest.mark.parametrize("name", ["ppo", "a3po", "sequence_tis", "topr", "m2po", "prefix_tis"])
+def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, name):
+  runner, weights, prompts, completions = drawn
+  moved = weights * 1.02
+  rewards = jax.random.normal(jax.random.key(2), (prompts.shape[0],))
+  advantages = losses.grpo_advantages(rewards, runner.groups, TINY.groups, normalize_std=False)[:, None]
+  mask = completions.mask
+
+  def loss(weights):
+    logprobs = runner.score(weights, prompts, completions.tokens).logprobs
+    lag = jnp.full(mask.shape, 3)
+    inputs = methods.LossInputs(logprobs, completions.logprobs, advantages * jnp.ones(mask.shape), mask, lag)
+    return losses.divide_or_zero(*losses.aggregate(methods.LOSSES[name](inputs).loss, mask, "sequence_mean"))
+
+  wanted = jax.jit(jax.grad(loss))(moved)
+  runner = runs.Runner(TINY, "float32", max_lag=4)
+  runner.reward = lambda prompts, tokens: rewards
+  knobs = methods.Knobs(loss=list(methods.LOSSES).index(name))
+  got, log_weights, _ = jax.jit(runner.gradient)(knobs, moved, prompts, completions, jnp.int32(3))
+  np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
+  assert np.std(log_weights) > 0.01
+
+
+def test_exact_norms_are_those_of_single_trajectories(drawn):
+  runner, weights, prompts, completions = drawn
+  got = jax.jit(runner.squared_norms)(weights, prompts, completions)
+  logprob = lambda w: jnp.sum(runner.score(w, prompts, completions.tokens).logprobs[3] * completions.mask[3])
+  np.testing.assert_allclose(got[3], jnp.sum(jax.grad(logprob)(weights) ** 2), rtol=1e-3)
+
+
+def test_the_anchor_pulls_towards_the_behavior_policy():
+  ratios = jnp.array([[0.5, 0.5], [-0.5, 0.5]])  # log-weights 1 and 0
+  knobs = methods.Knobs(anchor=0.1, token_anchor=0.2)
+  got = methods.advantages(knobs, jnp.array([1.0, 0.0]), jnp.zeros(2, jnp.int32), 1, ratios, jnp.ones(2))
+  np.testing.assert_allclose(got, [[0.45 - 0.1, 0.45 - 0.1], [-0.45 + 0.1, -0.45 - 0.1]], rtol=1e-5)
+
+
+def test_tempered_weights_keep_half_of_the_batch():
+  logs = jnp.array([0.0, 0.0, 0.0, 6.0])  # untempered, one sequence is everything
+  shape = (4, 1)
+  inputs = methods.LossInputs(logs[:, None], jnp.zeros(shape), jnp.ones(shape), jnp.ones(shape, bool), jnp.ones(shape))
+  index = jnp.int32(list(methods.LOSSES).index("tempered_is"))
+  weights = -4 * methods.coefficients(index, inputs)[:, 0]
+  np.testing.assert_allclose(jnp.mean(weights), 1.0, rtol=1e-5)
+  assert 0.5 <= float(losses.ess_ratio(jnp.log(weights), jnp.ones(4, bool))) < 0.65
+  assert weights[3] > weights[0]
+
+
+def test_the_servo_settles_where_half_of_the_batch_counts():
+  optimizer = methods.servo_by_ess(0.5)
+  state = optimizer.init(jnp.zeros(1))
+
+  @jax.jit
+  def step(state):
+    logs = state.servo_scale * jnp.array([0.0, 0.0, 2.0, -2.0])  # staleness in proportion to the step
+    return optimizer.update(jnp.ones(1), state, log_weights=logs)
+
+  for _ in range(100):
+    updates, state = step(state)
+  logs = state.servo_scale * jnp.array([0.0, 0.0, 2.0, -2.0])
+  assert math.isclose(float(losses.ess_ratio(logs, jnp.ones(4, bool))), methods.ESS_TARGET, abs_tol=1e-3)
+  np.testing.assert_allclose(updates, state.servo_scale, rtol=1e-5)
+
+
+def test_default_knobs_are_plain_clipped_adam():
+  knobs = methods.Knobs(rate=0.5)
+  plain = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adam(lambda count: 0.5 * jnp.minimum(1.0, (count + 1) / methods.WARMUP))
+  )
+  optimizer = methods.optimizer(knobs)
+  params = jnp.array([1.0, 2.0])
+  state, plain_state = optimizer.init(params), plain.init(params)
+  for gradient in ([3.0, 4.0], [3.0, 4.1], [0.1, -0.2]):
+    got, state = optimizer.update(jnp.array(gradient), state, params, log_weights=jnp.array([0.0, 5.0]))
+    wanted, plain_state = plain.update(jnp.array(gradient), plain_state, params)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_every_method_has_knobs_that_exist():
+  for name, knobs in methods.METHODS.items():
+    assert set(knobs) <= set(methods.Knobs._fields), name
+  assert {row[0] for row in methods.CONTROLS.values()} <= set(methods.METHODS)
+  assert {name for panel in reports.PANELS.values() for name in panel} <= set(methods.METHODS)
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "ch4",
+    "ch9/sync",
+    "ch4/nothing:10",
+    "ch4/PPO:500",
+    "ch4/PPO:x",
+    "ch4/PPO:1,,2",
+    "ch4/PPO@0",
+    "ch4/PPO%0",
+    "ch4/PPO%-1e-4",
+    "ch4/PPO%1e",
+  ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(text, tmp_path, capsys):
+  with pytest.raises(ValueError, match="plan|group|lags"):
+    plans.parse(text)
+  with pytest.raises(SystemExit):
+    lag_sweep.main([text, "--folder", str(tmp_path)])
+  assert text.partition("/")[2].partition(":")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--smoke", "ch4/sync"], ["ch4/sync", "--runs-per-device", "0"]])
+def test_a_command_that_makes_no_sense_is_refused(options):
+  with pytest.raises(SystemExit):
+    lag_sweep.main(options)
+
+
+def test_a_report_of_fewer_runs_does_not_replace_an_earlier_one(tmp_path):
+  results, pairs = plans.Results(tmp_path), [plans.Run("ch4", "PPO", lag, 1e-4, 0) for lag in (4, 10)]
+  results.add(pairs, {name: np.zeros((2, 40), np.float32) for name in runs.CURVES})
+  table = reports.Table.of(results, "ch4")
+  table.save(tmp_path / "lag_sweep_ch4.npz")
+  del results.curves[pairs[0]]
+  with pytest.raises(ValueError, match="1 configurations of which there are no runs; give another --results"):
+    reports.report(results, tmp_path)
+  assert reports.Table.load(tmp_path / "lag_sweep_ch4.npz").configs == table.configs
+
+
+def test_controls_get_what_was_measured(tmp_path):
+  results = plans.Results(tmp_path)
+  item = plans.parse("ch4/controls:10@2")
+  assert not item.runs(results)
+  assert item.waiting(results) == len(item.names) * len(item.rates) * 2
+  curves = {name: np.full((2, 4), i, np.float32) for i, name in enumerate(runs.CURVES)}
+  curves |= {"skipped": np.full((2, 4), 0.25, np.float32), "scale": np.full((2, 4), 0.5, np.float32)}
+  made = [plans.Run("ch4", "PPO + GAC", 10, 1e-4, 0), plans.Run("ch4", "ESS", 10, 2e-4, 1)]
+  results.add(made, curves)
+  results.save("ch4")
+  todo = item.runs(plans.Results(tmp_path))
+  skips = plans.Run("ch4", "PPO + random skips", 10, 1e-4, 0)
+  matched = plans.Run("ch4", "seq TIS, matched rate", 10, 2e-4, 1)
+  assert set(todo) == {skips, matched}
+  assert todo[skips].skip == 0.25
+  assert math.isclose(todo[matched].rate, 1e-4)
+  assert not set(made) & set(plans.parse("ch4/published:10@2").runs(results))
+
+
+def test_interval_is_students():
+  mean, half = reports.interval(np.array([1.0, 2.0, 3.0, np.nan]))
+  assert mean == 2.0
+  assert math.isclose(half, 4.303 / 3**0.5)
+
+
+def test_a_tiny_sweep(tmp_path, data_dir, capsys, monkeypatch):
+  easy = lambda setting: lambda prompts, tokens: jnp.mean(tokens == 3, axis=1, dtype=jnp.float32)
+  monkeypatch.setattr(problems, "reward_fn", easy)
+  plan = lag_sweep.SMOKE[:3]  # the last has a program of its own, which takes as long again to compile
+  options = ["--smoke", "--folder", str(tmp_path / "sweep"), "--data-dir", data_dir]
+  results = lag_sweep.main([*options, *plan])
+  curves = {
+    run.method: dict(zip(runs.CURVES, values.astype(np.float32), strict=True)) for run, values in results.curves.items()
+  }
+  assert curves.keys() == {*methods.SYNC, "PPO + GAC", "PPO + random skips"}
+  assert all(np.isfinite(values).all() for row in curves.values() for values in row.values())
+  assert curves["sync"]["ess"].min() == 1.0
+  assert curves["PPO + GAC"]["ess"][-1] < 0.999
+  assert curves["sync"]["norm"].min() > 0
+  assert curves["sync"]["accuracy"][-1] != curves["sync"]["accuracy"][0]
+  assert "runs, " in capsys.readouterr().out
+  text = reports.report(results, tmp_path / "results")
+  assert "| sync |" in text
+  assert (tmp_path / "results" / "lag_sweep_tables.md").read_text() == text
+  assert {file.suffix for file in (tmp_path / "results").iterdir()} == {".npz", ".png", ".md"}
+  assert plans.Results(tmp_path / "sweep").curves.keys() == results.curves.keys()

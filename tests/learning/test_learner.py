@@ -1,0 +1,247 @@
+"""The learner step against a direct float32 computation, and what it must not depend on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_batch import make_groups
+
+from async_rl import learning
+from async_rl import losses
+from async_rl import models
+from async_rl import stabilizers
+
+CONFIG = models.ModelConfig(
+  vocab_size=32, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, qk_norm=True
+)
+POLICY = models.Policy(CONFIG, dtype="float32", attention="xla")
+
+
+def make_mesh(data=1, fsdp=1, tensor=1):
+  shape = (data, fsdp, tensor)
+  types = (jax.sharding.AxisType.Auto,) * 3
+  return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=types, devices=jax.devices()[: np.prod(shape)])
+
+
+def stabilized(optimizer):
+  """Every stabilizer, and no skips."""
+  return stabilizers.control_alignment(
+    optax.chain(optax.clip_by_global_norm(1.0), optimizer, stabilizers.scale_by_ess()), high=2.0
+  )
+
+
+def make_learner(shape, mesh=None, optimizer=None, policy=POLICY, method="sequence_mean", groups=4, **options):
+  return learning.Learner(
+    policy,
+    optimizer or stabilized(optax.sgd(0.1)),  # Adam's first steps are signs, and signs amplify rounding
+    lambda x: losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask),
+    lambda x: losses.grpo_advantages(x.rewards, x.groups, groups),
+    shape,
+    mesh or make_mesh(),
+    aggregate=functools.partial(losses.aggregate, method=method),
+    **options,
+  )
+
+
+def shape_of(rows=4, row_tokens=20, **options):
+  return learning.BatchShape(sequences=16, row_tokens=row_tokens, rows=rows, completion_tokens=12, **options)
+
+
+def run(learner, groups, steps=2):
+  state = learner.init(jax.random.key(0))
+  for _ in range(steps):
+    state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
+  return jax.device_get(state.params), {k: float(v) for k, v in metrics.items()}
+
+
+def assert_same(a, b, tolerance=1e-5):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(np.abs(y).max())))
+
+
+def direct_gradient(params, groups, temperature, method):
+  """One sequence at a time, no packing, no chunks: the published loss written out."""
+  rewards = np.array([g.rewards for g in groups])
+  advantages = (rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)
+
+  def loss(params):
+    total, tokens = 0.0, 0
+    for g, group in enumerate(groups):
+      for k, c in enumerate(group.completions):
+        ids = jnp.asarray(np.concatenate([group.request.tokens, c.tokens]))[None]
+        ones, positions = jnp.ones_like(ids), jnp.arange(ids.shape[1])[None]
+        logits = POLICY.logits(params, POLICY.hidden(params, ids, ones, positions)) / temperature
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits[0, :-1]), ids[0, 1:, None], axis=1)[:, 0]
+        logp = jnp.where(c.mask, logp[-len(c.tokens) :], 0.0)
+        weight = jnp.minimum(jnp.exp(jnp.sum(logp - jnp.where(c.mask, c.logprobs, 0.0))), 8.0)
+        term = -jax.lax.stop_gradient(weight) * advantages[g, k] * jnp.sum(logp)
+        total += term / max(c.mask.sum(), 1) if method == "sequence_mean" else term
+        tokens += c.mask.sum()
+    return total / (sum(c.mask.any() for g in groups for c in g.completions) if method == "sequence_mean" else tokens)
+
+  return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize("method", ["sequence_mean", "token_mean"])
+def test_gradient_is_that_of_the_written_out_loss(method):
+  groups, temperature = make_groups(), 0.7
+  learner = make_learner(
+    shape_of(rows=2, row_tokens=40), optimizer=optax.sgd(1.0), method=method, temperature=temperature
+  )
+  state = learner.init(jax.random.key(0))
+  before = jax.device_get(state.params)
+  state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
+  expected_loss, expected = direct_gradient(before, groups, temperature, method)
+  gradient = jax.tree.map(lambda a, b: a - b, before, jax.device_get(state.params))
+  scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(expected))
+  assert_same(jax.tree.map(lambda x: x / scale, gradient), jax.tree.map(lambda x: np.asarray(x) / scale, expected))
+  assert float(metrics["loss"]) == pytest.approx(float(expected_loss), rel=1e-5)
+
+
+@functools.cache
+def reference():
+  return run(make_learner(shape_of()), make_groups())
+
+
+@pytest.mark.parametrize(
+  ("rows", "row_tokens", "axes"),
+  [
+    (1, 20, {}),
+    (4, 96, {}),
+    (16, 20, dict(data=2, fsdp=2, tensor=2)),
+    (8, 32, dict(data=8)),
+    (4, 20, dict(fsdp=4, tensor=2)),
+  ],
+)
+def test_nothing_depends_on_packing_micro_batches_or_mesh(rows, row_tokens, axes):
+  params, metrics = run(make_learner(shape_of(rows, row_tokens), make_mesh(**axes)), make_groups())
+  expected_params, expected_metrics = reference()
+  assert_same(params, expected_params)
+  for name in expected_metrics.keys() - {"tokens/fill"}:
+    assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4, abs=1e-5), name
+
+
+def test_nothing_depends_on_the_order_of_groups():
+  params, _ = run(make_learner(shape_of()), make_groups()[::-1])
+  assert_same(params, reference()[0])
+
+
+def test_remat_and_head_chunks_change_nothing():
+  policy = models.Policy(CONFIG, dtype="float32", attention="xla", remat="full")
+  params, _ = run(make_learner(shape_of(), policy=policy, head_chunk=7), make_groups())
+  assert_same(params, reference()[0])
+
+
+def test_parameters_and_moments_are_sharded():
+  learner = make_learner(shape_of(), make_mesh(data=2, fsdp=2, tensor=2), stabilized(optax.adamw(1e-3)))
+  state = learner.init(jax.random.key(0))
+  kernel = lambda tree: tree["layers"]["gate"]["kernel"]
+  moments = optax.tree.get(state.opt_state, "mu")
+  for tree in (state.params, moments, optax.tree.get(state.opt_state, "reference_gradient")):
+    assert kernel(tree).sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
+    assert kernel(tree).addressable_shards[0].data.size * 4 == kernel(tree).size
+  abstract = learner.abstract()
+  assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), abstract) == jax.tree.map(
+    lambda x: (x.shape, x.dtype, x.sharding), state
+  )
+
+
+def test_one_compilation_no_implicit_transfer_whatever_the_lengths():
+  learner = make_learner(shape_of())
+  state = learner.init(jax.random.key(0))
+  state, _ = learner.step(state, learner.put(learning.pack(make_groups(0), learner.shape)))
+  with jax.transfer_guard("disallow"):
+    for seed, completion in ((1, (1, 3)), (2, (10, 12)), (3, (1, 12))):
+      batch = learning.pack(make_groups(seed, completion=completion), learner.shape)
+      state, _ = learner.step(state, learner.put(batch))
+  assert learner.compilations() == 1
+
+
+def test_a_batch_without_a_trainable_token_changes_nothing():
+  groups = [
+    g._replace(completions=tuple(c._replace(mask=np.zeros_like(c.mask)) for c in g.completions)) for g in make_groups()
+  ]
+  learner = make_learner(shape_of(), optimizer=optax.sgd(1.0))
+  state = learner.init(jax.random.key(0))
+  before = jax.device_get(state.params)
+  state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
+  assert_same(jax.device_get(state.params), before, 0.0)
+  assert all(np.isfinite(float(v)) for v in metrics.values()), metrics
+
+
+def test_lag_is_counted_from_the_oldest_token():
+  learner = make_learner(shape_of())
+  state = learner.init(jax.random.key(0))._replace(version=jnp.int32(5))
+  state = jax.device_put(state, learner.state_shardings)
+  batch = learning.pack(make_groups(), learner.shape)
+  _, metrics = learner.step(state, learner.put(batch))
+  versions = batch.versions[batch.mask]
+  assert float(metrics["staleness/max"]) == 5 - versions.min()
+  assert float(metrics["staleness/min"]) == 5 - versions.max()
+  assert float(metrics["staleness/mean"]) == pytest.approx(5 - versions.mean())
+
+
+def test_scoring_first_hands_the_loss_the_same_log_probabilities():
+  seen = {}
+
+  def loss(x):
+    seen["anchor"] = x.anchor is not None
+    out = losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask)
+    difference = jnp.where(x.mask, jnp.abs(x.anchor - x.logprobs), 0.0)
+    return out._replace(loss=jax.lax.stop_gradient(difference) + 0.0 * x.logprobs)
+
+  learner = learning.Learner(
+    POLICY,
+    optax.sgd(0.0),
+    loss,
+    lambda x: x.rewards,
+    shape_of(),
+    make_mesh(),
+    aggregate=functools.partial(losses.aggregate, method="token_mean"),
+    score_first=True,
+  )
+  _, metrics = run(learner, make_groups(), steps=1)
+  assert seen["anchor"]
+  assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_rows_that_the_mesh_cannot_divide_are_refused():
+  with pytest.raises(ValueError, match=r"rows=3 .* data\*fsdp=4"):
+    make_learner(shape_of(rows=3), make_mesh(data=2, fsdp=2))
+
+
+def test_advantages_can_use_the_current_policy():
+  """OPOB by the gradient at the logits, against the direct computation from a separate scoring pass."""
+  groups, shape = make_groups(), shape_of()
+  batch = learning.pack(groups, shape)
+
+  def opob(x):
+    norms = losses.squared_norms_by_logits(x.stats.logprobs, x.stats.sum_squares, x.mask)
+    return losses.opob_advantages(x.rewards, x.groups, 4, log_weights=x.log_weights, squared_norms=norms)
+
+  learner = learning.Learner(
+    POLICY,
+    optax.sgd(0.0),
+    lambda x: losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask),
+    opob,
+    shape,
+    make_mesh(),
+    score_first=True,
+  )
+  state = learner.init(jax.random.key(0))
+  params = jax.device_get(state.params)
+  _, metrics = learner.step(state, learner.put(batch))
+  log_weights, norms = [], []
+  for group, c in ((g, c) for g in groups for c in g.completions):
+    ids = jnp.asarray(np.concatenate([group.request.tokens, c.tokens]))[None]
+    stats = models.score(POLICY, params, ids, jnp.ones_like(ids), jnp.arange(ids.shape[1])[None])
+    logp, squares = (np.asarray(x[0, -len(c.tokens) :])[c.mask] for x in (stats.logprobs, stats.sum_squares))
+    log_weights.append(np.sum(logp - c.logprobs[c.mask]))
+    norms.append(np.sum(1 - 2 * np.exp(logp) + squares))
+  weight = np.exp(2 * np.array(log_weights).reshape(4, 4)) * np.array(norms).reshape(4, 4)
+  rewards = batch.rewards.reshape(4, 4)
+  expected = rewards - (weight * rewards).sum(1, keepdims=True) / weight.sum(1, keepdims=True)
+  assert float(metrics["advantage/abs_mean"]) == pytest.approx(np.abs(expected).mean(), rel=1e-4)

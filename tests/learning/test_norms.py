@@ -1,0 +1,95 @@
+"""Exact gradient norms of trajectories: against one gradient per unpacked sequence; what OPOB makes of them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_batch import make_groups
+from test_learner import POLICY
+from test_learner import make_mesh
+from test_learner import shape_of
+
+from async_rl import learning
+from async_rl import losses
+from async_rl import models
+from async_rl.learning._norms import squared_gradient_norms
+
+LONGEST = 19  # of make_groups, prompt and completion
+
+
+def squared_norms(params, groups, policy=POLICY, trained=lambda tree: tree):
+  """One sequence at a time, unpacked; and the sequences' log-weights."""
+
+  def log_probability(params, ids, mask):
+    ids = jnp.asarray(ids)[None]
+    hidden = policy.hidden(params, ids, jnp.ones_like(ids), jnp.arange(ids.shape[1])[None])
+    logits = jax.nn.log_softmax(policy.logits(params, hidden)[0, :-1])
+    logp = jnp.take_along_axis(logits, ids[0, 1:, None], axis=1)[-len(mask) :, 0]
+    return jnp.sum(jnp.where(mask, logp, 0.0))
+
+  norms, weights = [], []
+  for group in groups:
+    for c in group.completions:
+      ids = np.concatenate([group.request.tokens, c.tokens])
+      value, gradient = jax.value_and_grad(log_probability)(params, ids, c.mask)
+      norms.append(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in jax.tree.leaves(trained(gradient))))
+      weights.append(float(value) - float(np.sum(np.where(c.mask, c.logprobs, 0.0))))
+  return np.array(norms), np.array(weights)
+
+
+@pytest.fixture(scope="module")
+def groups():
+  return make_groups()
+
+
+@pytest.fixture(scope="module")
+def expected(groups):
+  return squared_norms(jax.device_get(POLICY.init(jax.random.key(0))), groups)
+
+
+@pytest.mark.parametrize(
+  ("rows", "row_tokens", "axes"),
+  [(1, 20, {}), (4, 96, {}), (8, 33, dict(data=2, fsdp=2, tensor=2)), (8, 20, dict(data=8))],
+)
+def test_norms_are_those_of_unpacked_sequences(groups, expected, rows, row_tokens, axes):
+  mesh = make_mesh(**axes)
+  score = functools.partial(models.score, dataclasses.replace(POLICY, mesh=mesh))
+  batch = jax.tree.map(jnp.asarray, learning.pack(groups, shape_of(rows, row_tokens)))
+  copies = mesh.shape["data"] * mesh.shape["fsdp"]
+  norms = jax.jit(lambda params: squared_gradient_norms(score, params, batch, LONGEST, copies))
+  np.testing.assert_allclose(norms(POLICY.init(jax.random.key(0))), expected[0], rtol=1e-4)
+
+
+def test_with_adapters_they_are_of_the_adapters(groups):
+  policy = dataclasses.replace(POLICY, lora=models.LoRA(rank=2))
+  params = policy.init(jax.random.key(0))
+  params["adapters"] = jax.tree.map(lambda x: x + 0.1, params["adapters"])  # b is zero at the start, and so its effect
+  norms, _ = squared_norms(params, groups, policy, lambda gradient: gradient["adapters"])
+  batch = jax.tree.map(jnp.asarray, learning.pack(groups, shape_of()))
+  found = jax.jit(lambda p: squared_gradient_norms(functools.partial(models.score, policy), p, batch, LONGEST, 1))
+  np.testing.assert_allclose(found(params), norms, rtol=1e-4)
+
+
+def test_the_learner_offers_them_to_opob(groups, expected):
+  norms, log_weights = expected
+  rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
+  weight = (np.exp(2 * log_weights) * norms).reshape(4, 4)
+  baseline = (weight * rewards.reshape(4, 4)).sum(1) / weight.sum(1)
+  learner = learning.Learner(
+    POLICY,
+    optax.sgd(0.1),
+    lambda x: losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask),
+    lambda x: losses.opob_advantages(x.rewards, x.groups, 4, log_weights=x.log_weights, squared_norms=x.squared_norms),
+    shape_of(),
+    make_mesh(),
+    score_first=True,
+    norm_tokens=LONGEST,
+  )
+  batch = learner.put(learning.pack(groups, learner.shape))
+  _, metrics = learner.step(learner.init(jax.random.key(0)), batch)
+  advantages = rewards - np.repeat(baseline, 4)
+  assert float(metrics["advantage/abs_mean"]) == pytest.approx(np.abs(advantages).mean(), rel=1e-3)

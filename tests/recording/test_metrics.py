@@ -1,0 +1,106 @@
+"""Metrics reach the host one step late and the files complete, also after a resume."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from async_rl.recording._metrics import MetricsBuffer
+from async_rl.recording._metrics import MetricsWriter
+from async_rl.recording._metrics import read_metrics
+from async_rl.recording._metrics import staleness_histogram
+from async_rl.recording._run_folder import RunFolder
+from async_rl.types import NO_VERSION
+from async_rl.types import STOP
+from async_rl.types import Completion
+from async_rl.types import Group
+from async_rl.types import Prompt
+from async_rl.types import Request
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return RunFolder.open(tmp_path / "run", "text", {})
+
+
+def events(folder):
+  """Tag and step of all TensorBoard values, in order; records are length, checksum, data, checksum."""
+  found = []
+  for path in sorted(folder.tensorboard.iterdir()):
+    data = path.read_bytes()
+    while data:
+      size = int.from_bytes(data[:8], "little")
+      event = Event.FromString(data[12 : 12 + size])
+      found += [(value.tag, event.step) for value in event.summary.value]
+      data = data[16 + size :]
+  return found
+
+
+def test_metrics_come_one_step_late_and_without_implicit_transfers():
+  buffer = MetricsBuffer()
+  step = jax.jit(lambda x: {"loss": x * 2, "counts": jnp.arange(3)})
+  x = jax.device_put(np.float32(1.5))
+  assert buffer.push(1, step(x), {"time": 0.25}) is None
+  with jax.transfer_guard("disallow"):
+    previous_step, values = buffer.push(2, {"loss": x})
+  assert previous_step == 1
+  np.testing.assert_array_equal(values.pop("counts"), [0, 1, 2])
+  assert values == {"loss": 3.0, "time": 0.25}
+  assert isinstance(values["loss"], float)
+  assert buffer.flush() == (2, {"loss": 1.5})
+  assert buffer.flush() is None
+
+
+def test_rows_in_json_and_tensorboard(folder):
+  writer = MetricsWriter(folder)
+  writer.write(1, {"reward/mean": np.float32(0.5), "ess/sequence": float("nan"), "ratio/max": float("inf")})
+  writer.write(2, {"reward/mean": 1, "staleness/histogram": np.asarray([4, 0, 2])})
+  assert list(read_metrics(folder.metrics)) == [
+    {"step": 1, "reward/mean": 0.5, "ess/sequence": None, "ratio/max": None},
+    {"step": 2, "reward/mean": 1.0, "staleness/histogram": [4, 0, 2]},
+  ]
+  writer.close()
+  assert events(folder) == [
+    ("reward/mean", 1),
+    ("reward/mean", 2),
+    ("staleness/histogram", 2),
+  ]
+
+
+def test_resume_drops_what_will_be_written_again(folder):
+  writer = MetricsWriter(folder)
+  for step in range(1, 6):
+    writer.write(step, {"reward/mean": step})
+  writer.close()
+  with folder.metrics.open("a") as lines:
+    lines.write('{"step": 6, "rew')  # cut off by a crash
+  assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2, 3, 4, 5]
+  writer = MetricsWriter(folder, resume_step=3)
+  writer.write(4, {"reward/mean": 40})
+  writer.close()
+  rows = [(row["step"], row["reward/mean"]) for row in read_metrics(folder.metrics)]
+  assert rows == [(1, 1), (2, 2), (3, 3), (4, 40)]
+  assert list(map(json.loads, folder.metrics.read_text().splitlines()))
+
+
+def test_wandb_that_is_missing_is_named_at_once(folder, monkeypatch):
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  with pytest.raises(ImportError, match="wandb is not installed: `pip install wandb`, or do not log"):
+    MetricsWriter(folder, wandb=True)
+
+
+def test_staleness_histogram_counts_drawn_tokens():
+  def completion(versions):
+    versions = np.asarray(versions, np.int32)
+    return Completion(0, 0, versions, np.zeros(len(versions), np.float32), versions, versions != NO_VERSION, STOP)
+
+  request = Request(0, np.zeros(1, np.int32), Prompt(0, "", None))
+  groups = [
+    Group(request, (completion([3, 3, 4]), completion([5, NO_VERSION])), np.zeros(2, np.float32)),
+    Group(request, (completion([4]),), np.zeros(1, np.float32)),
+  ]
+  np.testing.assert_array_equal(staleness_histogram(groups, version=5, max_lag=3), [1, 2, 2, 0])

@@ -1,0 +1,73 @@
+"""The split of the devices, for one process and, on stand-in devices, for several."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from async_rl.rollout._mesh import make_mesh
+from async_rl.rollout._mesh import make_meshes
+from async_rl.rollout._mesh import split_devices
+
+
+def ids(mesh):
+  return [d.id for d in mesh.devices.flat]
+
+
+@pytest.mark.parametrize(
+  ("generation", "learner_ids", "generation_ids"),
+  [
+    (None, [0, 1, 2, 3], [4, 5, 6, 7]),
+    (2, [0, 1, 2, 3, 4, 5], [6, 7]),
+    (0.75, [0, 1], [2, 3, 4, 5, 6, 7]),
+    (0, [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]),
+  ],
+)
+def test_split_of_one_process(generation, learner_ids, generation_ids):
+  meshes = make_meshes(generation, tensor=2)
+  assert ids(meshes.learner) == learner_ids
+  assert ids(meshes.generation) == generation_ids
+  assert meshes.colocated == (generation == 0)
+  assert meshes.learner.axis_names == meshes.generation.axis_names == ("data", "fsdp", "tensor")
+  assert set(meshes.learner.axis_types) == {AxisType.Auto}
+
+
+def test_axis_sizes():
+  meshes = make_meshes(2, fsdp=3, tensor=2)
+  assert dict(meshes.learner.shape) == {"data": 1, "fsdp": 3, "tensor": 2}
+  assert dict(meshes.generation.shape) == {"data": 1, "fsdp": 1, "tensor": 2}
+
+
+def test_one_device_has_both_roles():
+  meshes = make_meshes(devices=jax.devices()[:1])
+  assert meshes.colocated
+  assert ids(meshes.learner) == ids(meshes.generation) == [0]
+
+
+def test_each_process_splits_its_own_devices():
+  devices = [SimpleNamespace(process_index=i % 2, id=i) for i in range(8)]
+  for process, sampling_ids in enumerate([[6], [7]]):
+    sampling, learning = split_devices(devices, 0.25, process)
+    assert [d.id for d in sampling] == sampling_ids
+    assert [d.id for d in learning] == [0, 2, 4, 1, 3, 5]  # by process, so that inner axes stay within a host
+  sampling, learning = split_devices(devices, 0, 1)
+  assert [d.id for d in sampling] == [1, 3, 5, 7]
+  assert len(learning) == 8
+  with pytest.raises(ValueError, match=r"equally many devices, got \{0: 4, 1: 3\}"):
+    split_devices(devices[:-1], 1, 0)
+
+
+@pytest.mark.parametrize("generation", [8, 9, -1, 1.5, 0.01, -0.5])
+def test_impossible_split_is_refused(generation):
+  with pytest.raises(ValueError, match=f"generation={generation} of 8 devices per process leaves no whole device"):
+    make_meshes(generation)
+
+
+def test_indivisible_axes_are_refused():
+  with pytest.raises(ValueError, match="the generation mesh has 3 devices, which fsdp=1 times tensor=2"):
+    make_meshes(3, tensor=2)
+  with pytest.raises(ValueError, match="the learner mesh has 6 devices, which fsdp=4 times tensor=1"):
+    make_meshes(2, fsdp=4)
+  with pytest.raises(ValueError, match="fsdp=0"):
+    make_mesh(jax.devices(), fsdp=0)

@@ -1,0 +1,113 @@
+"""Schedules survive the file and a restart; simulated lags follow their distribution."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from async_rl.rollout._schedule import LAG_KINDS
+from async_rl.rollout._schedule import LagDistribution
+from async_rl.rollout._schedule import ScheduleRecorder
+from async_rl.rollout._schedule import read_schedule
+
+EVENTS = [("weights", 0), ("submit", 0), ("submit", 1), ("chunk",), ("train", 0, [1, 0]), ("weights", 1)]
+
+
+def test_events_come_back_in_order(tmp_path):
+  recorder = ScheduleRecorder(tmp_path / "schedule.jsonl")
+  for event in EVENTS * 100:  # more than are held in memory
+    recorder.record(*event)
+  recorder.close()
+  assert list(read_schedule(tmp_path / "schedule.jsonl")) == EVENTS * 100
+
+
+def test_resume_cuts_off_what_the_checkpoint_does_not_have(tmp_path):
+  path = tmp_path / "schedule.jsonl"
+  recorder = ScheduleRecorder(path)
+  for event in EVENTS[:4]:
+    recorder.record(*event)
+  position = recorder.flush()
+  assert position == 4
+  recorder.record("submit", 77)
+  recorder.close()
+
+  recorder = ScheduleRecorder(path, position)
+  for event in EVENTS[4:]:
+    recorder.record(*event)
+  assert recorder.flush() == len(EVENTS)
+  recorder.close()
+  assert list(read_schedule(path)) == EVENTS
+
+  with pytest.raises(ValueError, match="has 6 events, but the checkpoint was made after 7"):
+    ScheduleRecorder(path, position=7)
+  ScheduleRecorder(path).close()
+  assert list(read_schedule(path)) == []
+
+
+def test_threads_lose_no_event(tmp_path):
+  recorder = ScheduleRecorder(tmp_path / "schedule.jsonl")
+
+  def record(start):
+    for i in range(1000):
+      recorder.record("submit", start + i)
+
+  threads = [threading.Thread(target=record, args=(1000 * i,)) for i in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  recorder.close()
+  events = list(read_schedule(tmp_path / "schedule.jsonl"))
+  assert sorted(ticket for _, ticket in events) == list(range(4000))
+
+
+def test_broken_line_is_named(tmp_path):
+  (tmp_path / "schedule.jsonl").write_text('["chunk"]\nnot json\n')
+  with pytest.raises(ValueError, match=r"schedule.jsonl, line 2: 'not json\\n' is no event"):
+    list(read_schedule(tmp_path / "schedule.jsonl"))
+
+
+@pytest.mark.parametrize("kind", LAG_KINDS)
+@pytest.mark.parametrize("max_lag", [0, 1, 5])
+def test_every_step_is_fed_by_exactly_one_version(kind, max_lag):
+  lags = LagDistribution(max_lag, kind, seed=3)
+  fed = [(step, version) for version in range(60) for step in lags.steps_fed_by(version)]
+  steps = [step for step, _ in fed]
+  assert len(set(steps)) == len(steps)
+  assert set(range(60)) <= set(steps)
+  for step, version in fed:
+    assert version == lags.source_version(step)
+    assert 0 <= step - version <= max_lag
+    assert step - version == min(step, lags.lag(step))
+
+
+def test_lags_follow_their_distribution():
+  n, max_lag = 4000, 7
+  assert {LagDistribution(max_lag).lag(step) for step in range(50)} == {max_lag}
+  assert [LagDistribution(2, "rounds").lag(step) for step in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+  uniform = [LagDistribution(max_lag, "uniform", seed=1).lag(step) for step in range(n)]
+  share = np.bincount(uniform, minlength=max_lag + 1) / n
+  np.testing.assert_allclose(share, 1 / (max_lag + 1), atol=5 * np.sqrt(1 / 8 * 7 / 8 / n))
+
+  heavy = np.asarray([LagDistribution(max_lag, "heavy", seed=1, tail=0.7).lag(step) for step in range(n)])
+  for lag in range(max_lag + 1):
+    expected = (1 + lag) ** -0.7
+    assert abs((heavy >= lag).mean() - expected) <= 5 * np.sqrt(expected * (1 - expected) / n)
+  assert heavy.max() == max_lag
+
+
+def test_lag_depends_on_seed_and_step_alone():
+  lags = LagDistribution(9, "uniform", seed=5)
+  forward = [lags.lag(step) for step in range(30)]
+  assert [LagDistribution(9, "uniform", seed=5).lag(step) for step in reversed(range(30))] == forward[::-1]
+  assert [LagDistribution(9, "uniform", seed=6).lag(step) for step in range(30)] != forward
+
+
+def test_bad_distributions_are_refused():
+  with pytest.raises(ValueError, match="max_lag must be >= 0, got max_lag=-1"):
+    LagDistribution(-1)
+  with pytest.raises(ValueError, match="got kind='pareto'"):
+    LagDistribution(1, "pareto")
+  with pytest.raises(ValueError, match=r"tail must be > 0, got tail=0"):
+    LagDistribution(1, "heavy", tail=0)

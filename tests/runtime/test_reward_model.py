@@ -1,0 +1,275 @@
+"""Reward models: what they learn, their scorer, and runs that are rewarded by one."""
+
+import dataclasses
+import functools
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from runtime_helpers import killed_at
+from tiny import Tiny
+
+from async_rl import learning
+from async_rl import models
+from async_rl import recording
+from async_rl import runtime
+from async_rl import tasks
+from async_rl.runtime import _reward_model
+from async_rl.types import LENGTH
+from async_rl.types import STOP
+from async_rl.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Words(Tiny):
+  """Key words; a reward model with random values; the distance to the reference in the reward."""
+
+  name = "words"
+
+  max_prompt_tokens: int = 12
+  max_completion_tokens: int = 12
+  generation_devices: int = 4
+  letters: int = 4
+  reference: bool = True
+  score_first: bool = True
+  learning_rate: float = 1e-3
+  lora_rank: int = 0
+
+  def task(self):
+    return tasks.KeyWords(letters=self.letters, words=self.letters, keys=2, train=2048, test=256)
+
+  def policy(self):
+    config = models.ModelConfig(
+      vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64
+    )
+    lora = models.LoRA(self.lora_rank) if self.lora_rank else None
+    return models.Policy(config, dtype="float32", lora=lora)
+
+  def optimizer(self):
+    return optax.adam(self.learning_rate)
+
+  @property
+  def rlhf(self):
+    return learning.RLHF("online_dpo", self.groups)
+
+  def loss(self, x):
+    return self.rlhf.loss(x)
+
+  def advantages(self, x):
+    return self.rlhf.advantages(x)
+
+  def aggregate(self, loss, mask):
+    return self.rlhf.aggregate(loss, mask)
+
+  def evaluation_config(self):
+    return dataclasses.replace(super().evaluation_config(), temperature=self.temperature)
+
+  def scorer(self, parts):
+    return runtime.make_scorer(parts, random_values(parts), rows=4, missing_end=-0.5)
+
+
+def random_values(parts, seed=5):
+  model = models.RewardModel.of(parts.policy)
+  params = jax.jit(model.init)(jax.random.key(seed))
+  kernel = jax.random.normal(jax.random.key(seed), params["value_head"]["kernel"].shape)
+  return params | {"value_head": {"kernel": kernel, "bias": jnp.float32(0.5)}}
+
+
+@functools.cache
+def parts_of(folder="reward_model"):
+  return runtime.Parts(Words(run_dir=folder, rows=16, row_tokens=48))
+
+
+def direct_value(parts, params, prompt, text):
+  """One text alone, without padding."""
+  tokens = [*parts.tokenizer.encode_prompt(prompt), *parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]]
+  ids = jnp.asarray(tokens)[None]
+  hidden = parts.policy.hidden(params, ids, jnp.ones_like(ids), jnp.arange(len(tokens))[None])[0, -1]
+  return float(hidden @ params["value_head"]["kernel"] + params["value_head"]["bias"])
+
+
+def rows(summary):
+  return list(recording.read_metrics(summary.folder.metrics))
+
+
+def test_values_are_those_of_one_text_alone_whatever_stands_beside_it():
+  parts = parts_of()
+  params, rng = random_values(parts), np.random.default_rng(0)
+  prompt = Prompt(0, "aBCd:", None)
+  texts = ["", "a", "BC", *("".join(rng.choice(list("abcdABCD"), n)) for n in rng.integers(0, 11, 40))]
+  found = []
+  for order in (np.arange(len(texts)), rng.permutation(len(texts))):
+    with runtime.make_scorer(parts, params, rows=4) as scorer:
+      futures = {int(i): scorer.submit(prompt, texts[i], STOP) for i in order}
+      found.append([futures[i].result().value for i in range(len(texts))])
+  assert found[0] == found[1]  # bit for bit
+  expected = [direct_value(parts, params, prompt.text, text) for text in texts[:8]]
+  np.testing.assert_allclose(found[0][:8], expected, atol=1e-5)
+  assert len(set(found[0])) > 10
+
+
+def test_shapes_are_compiled_once():
+  parts = parts_of()
+  compiled = []
+  count = lambda name, *_, **__: compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
+  with runtime.make_scorer(parts, random_values(parts), rows=4) as scorer:
+    assert len(scorer.lengths) == 4
+    jax.monitoring.register_event_duration_secs_listener(count)
+    futures = [scorer.submit(Prompt(0, "a" * n + ":", None), "b" * k, STOP) for n in range(1, 10) for k in range(11)]
+    assert np.isfinite([f.result().value for f in futures]).all()
+  assert not compiled
+
+
+def test_a_missing_end_long_texts_and_failures():
+  parts, prompt = parts_of(), Prompt(3, "aBCd:", None)
+  params = random_values(parts)
+  with runtime.make_scorer(parts, params, missing_end=-7.0) as scorer:
+    assert scorer.submit(prompt, "BC", LENGTH).result() == tasks.RewardResult(-7.0)
+    cut = scorer.submit(prompt, "a" * 30, STOP).result()
+    assert cut == scorer.submit(prompt, "a" * 11, STOP).result()
+    assert scorer.failures == {}
+    with pytest.raises(ValueError, match="Prompt 3 has 32 tokens .* takes 12; raise max_prompt_tokens"):
+      scorer.submit(Prompt(3, "a" * 30 + ":", None), "a", STOP)
+  with pytest.raises(RuntimeError, match="closed"):
+    scorer.submit(prompt, "BC", STOP)
+  broken = params | {"value_head": params["value_head"] | {"bias": jnp.float32(jnp.nan)}}
+  with runtime.make_scorer(parts, broken) as scorer:
+    assert scorer.submit(prompt, "BC", STOP).result() == tasks.RewardResult(0.0, True, "non-finite reward nan")
+    assert scorer.failures == {"non-finite": 1}
+  with pytest.raises(ValueError, match="rows=0"):
+    runtime.make_scorer(parts, params, rows=0)
+
+
+def test_an_error_of_the_model_reaches_everybody_who_waits(monkeypatch):
+  parts, prompt = parts_of(), Prompt(0, "aBCd:", None)
+  with runtime.make_scorer(parts, random_values(parts), rows=1) as scorer:
+    started, go_on = threading.Event(), threading.Event()
+
+    def fails(*_):
+      started.set()
+      go_on.wait(30)
+      raise MemoryError("on the device")
+
+    monkeypatch.setattr(scorer, "_values", fails)
+    futures = [scorer.submit(prompt, text, STOP) for text in ("a", "b", "abcdabcdab")]
+    assert started.wait(30)
+    go_on.set()
+    for future in futures:
+      with pytest.raises(MemoryError, match="on the device"):
+        future.result(timeout=30)
+    with pytest.raises(RuntimeError, match="The reward model failed: on the device"):
+      scorer.submit(prompt, "a", STOP)
+
+
+def test_gradient_is_that_of_the_pair_loss():
+  """A step of gradient descent against the loss over pairs, each text alone in its row."""
+  parts, count = parts_of(), 8
+  model, params = models.RewardModel.of(parts.policy), random_values(parts)
+  pairs = parts.task.preferences("train")[:count]
+  learner = _reward_model._make_learner(parts, model, 1.0, count)
+  groups = [next(_reward_model._batches(parts, [pair], np.random.default_rng(0))) for pair in pairs]
+  shape = dataclasses.replace(learner.shape, rows=4, row_tokens=24)
+  sgd = learning.Learner(
+    model, optax.sgd(1.0), learner._loss, learner._advantages, shape, parts.meshes.learner,
+    aggregate=learner._aggregate, score_first=True, score=learner._score,
+  )  # fmt: skip
+  batch = learning.pack(groups, shape)
+  assert batch.used > 1
+  state, _ = sgd.step(sgd.init(jax.random.key(0), params), sgd.put(batch))
+  found = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, jax.device_get(state.params))
+
+  texts = [[*g.request.tokens, *c.tokens] for g in groups for c in g.completions]
+  ids = jnp.asarray([text + [0] * (24 - len(text)) for text in texts])
+  last = jnp.asarray([len(text) - 1 for text in texts])
+
+  def loss(params):
+    positions = jnp.broadcast_to(jnp.arange(24), ids.shape)
+    hidden = parts.policy.hidden(params, ids, jnp.ones_like(ids), positions)
+    head = params["value_head"]
+    values = hidden[jnp.arange(len(texts)), last] @ head["kernel"] + head["bias"]
+    return -jnp.mean(jnp.log(jax.nn.sigmoid(values[::2] - values[1::2])))
+
+  expected = jax.device_get(jax.jit(jax.grad(loss))(params))
+  assert np.abs(expected["value_head"]["kernel"]).max() > 1e-2
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+def test_a_reward_model_learns_the_comparisons(tmp_path):
+  parts = parts_of()
+  params = runtime.train_reward_model(parts, None, steps=300, learning_rate=5e-3, pairs=32, check_every=300)
+  fingerprint = {"of": "test"}
+  stage = lambda make: runtime.restore_or_make(
+    tmp_path / "stage", runtime.abstract_reward_model(parts), fingerprint, make
+  )
+  stage(lambda: params)
+  restored = stage(lambda: pytest.fail("they are there"))
+  with runtime.make_scorer(parts, restored) as scorer:
+    assert runtime.pair_accuracy(scorer, parts.task.preferences("test")) > 0.8
+    values = np.array(_reward_model._values(scorer, parts.task.preferences("train")[:256]))
+  assert values[:, 0].mean() == pytest.approx(0.0, abs=1e-3)
+  assert values.std() == pytest.approx(1.0, abs=1e-3)
+  fingerprint["of"] = "another"
+  with pytest.raises(recording.CheckpointError, match="of: 'test' -> 'another'"):
+    stage(lambda: params)
+
+
+def test_no_steps_and_pairs_that_do_not_fit_are_errors():
+  with pytest.raises(ValueError, match="steps must be at least 1, got steps=0"):
+    runtime.train_reward_model(parts_of(), None, steps=0, learning_rate=1e-3)
+  parts = runtime.Parts(Words(run_dir="reward_model", max_completion_tokens=1))
+  with pytest.raises(ValueError, match="None of 2048 pairs fits .*max_completion_tokens=1"):
+    runtime.train_reward_model(parts, {}, steps=1, learning_rate=1e-3)
+
+
+def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path):
+  make = lambda name: Words(
+    run_dir=str(tmp_path / name), lag="rounds", max_lag=3, checkpoint_every=2, steps=7, eval_prompts=8, eval_every=4
+  )
+  whole = runtime.train(make("whole"))
+  with killed_at(5):
+    runtime.train(make("killed"))
+  resumed = runtime.train(make("killed"))
+  reported = ("reward/mean", "kl/reference", "loss", "eval/proxy", "eval/accuracy", "eval/kl_reference")
+  wanted = [{name: row[name] for name in ("step", *reported) if name in row} for row in rows(whole)]
+  assert [{name: row[name] for name in ("step", *reported) if name in row} for row in rows(resumed)] == wanted
+  steps = [row for row in rows(whole) if "reward/mean" in row]
+  assert [row["staleness/max"] for row in steps] == [0, 1, 2, 3, 0, 1, 2]
+  assert steps[0]["kl/reference"] == pytest.approx(0.0, abs=1e-4)
+  assert abs(steps[-1]["kl/reference"]) > 1e-3
+  evaluations = {row["step"]: row for row in rows(whole) if "eval/proxy" in row}
+  assert list(evaluations) == [0, 4, 7]
+  assert evaluations[0]["eval/kl_reference"] == pytest.approx(0.0, abs=1e-4)
+  assert evaluations[7]["eval/kl_reference"] != evaluations[4]["eval/kl_reference"]
+  assert len({row["reward/mean"] for row in steps}) > 3
+  assert all(row["eval/accuracy"] != row["eval/proxy"] for row in evaluations.values())
+
+
+def test_with_adapters_the_reference_is_kept_as_adapters_and_the_reward_model_has_none(tmp_path):
+  make = lambda name, steps: Words(run_dir=str(tmp_path / name), lora_rank=2, max_lag=0, steps=steps)
+  whole = runtime.train(make("whole", 4))
+  runtime.train(make("resumed", 2))
+  resumed = runtime.train(make("resumed", 4))
+  assert [r["kl/reference"] for r in rows(whole)] == [r["kl/reference"] for r in rows(resumed)]
+  shutil.rmtree(resumed.folder.reference)
+  with pytest.raises(recording.CheckpointError, match="reference policy is missing: bring .*reference back"):
+    runtime.train(make("resumed", 5))
+  assert rows(whole)[-1]["kl/reference"] != pytest.approx(0.0, abs=1e-3)
+  size = lambda folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+  assert size(whole.folder.reference) < size(whole.folder.path / "base")
+  parts = runtime.Parts(make("whole", 4))
+  start = parts.learner.init(jax.random.key(0)).params
+  params = runtime.train_reward_model(parts, start, steps=1, learning_rate=1e-3, pairs=4, check_pairs=4)
+  assert jax.tree.structure(params) == jax.tree.structure(runtime.abstract_reward_model(parts))
+  assert "adapters" not in params
+
+
+def test_an_asynchronous_run_is_rewarded_by_a_model(tmp_path):
+  summary = runtime.train(Words(run_dir=str(tmp_path), mode="async", steps=6))
+  found = [row for row in rows(summary) if "reward/mean" in row]
+  assert [row["step"] for row in found] == list(range(1, 7))
+  assert all(row["reward/failures"] == 0 for row in found)
+  assert not any(t.name == "reward-model" and t.is_alive() for t in threading.enumerate())

@@ -1,0 +1,260 @@
+"""Runs of a task with a tool: whole ones, repeated ones, and ones whose tool misbehaves."""
+
+import dataclasses
+import pathlib
+import time
+
+import jax
+import numpy as np
+import pytest
+import runtime_helpers
+from runtime_helpers import assert_identical
+from runtime_helpers import killed_at
+from talking import Talking
+from tiny import Tiny
+
+from async_rl import learning
+from async_rl import models
+from async_rl import recording
+from async_rl import rollout
+from async_rl import runtime
+from async_rl import tasks
+from async_rl.runtime import _supervised
+from async_rl.types import FAILED
+from async_rl.types import LENGTH
+from async_rl.types import STOP
+from async_rl.types import Group
+from async_rl.types import Prompt
+from experiments import evaluate
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk(Tiny):
+  """Conversations of up to three turns; a random policy ends most of its turns early."""
+
+  max_completion_tokens: int = 28
+  max_turns: int = 3
+  slow: tuple[int, ...] = ()
+  hangs: tuple[int, ...] = ()
+  raises: tuple[int, ...] = ()
+  says: str | None = None
+
+  def task(self):
+    folder = pathlib.Path(self.run_dir).parent / "data"
+    options = dict(slow=self.slow, hangs=self.hangs, raises=self.raises, says=self.says)
+    return Talking(numbers=2, train=self.train_prompts, test=8, data_dir=str(folder), **options)
+
+
+def run(experiment):
+  """Metrics of the steps, final state and the host's."""
+  summary = runtime.train(experiment)
+  return runtime_helpers.rows(summary), *runtime_helpers.params_of(summary, experiment)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+  """Parts with a sampler of random weights; every test leaves it idle."""
+  parts = runtime.Parts(Talk(run_dir=str(tmp_path_factory.mktemp("tools") / "run")))
+  parts.engine.set_weights(parts.learner.init(jax.random.key(0)).params, 0)
+  return parts
+
+
+def complete(parts, count=8, **options):
+  """Groups of two samples, with a tool in this process."""
+  with tasks.RewardPool(dataclasses.replace(parts.task, **options), workers=0, failure_value=-1.0) as pool:
+    return runtime.complete(parts, parts.engine, [parts.request(t) for t in range(count)], 2, pool)
+
+
+def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
+  shared = dict(generation_devices=0, max_lag=0, steps=4, eval_prompts=4)
+  experiment = Talk(run_dir=str(tmp_path / "simulated"), reward_workers=1, **shared)
+  rows, simulated, host = run(experiment)
+  assert_identical(simulated, run(Talk(run_dir=str(tmp_path / "sync"), mode="sync", **shared))[1])
+  assert host["ledger"]["ended"]["trained"] == host["ledger"]["generated"] > 0
+  assert host["ledger"]["generated"] == sum(r["tokens/trained"] for r in rows)
+  assert all(r["logprob_difference/lag_zero"] < 1e-5 for r in rows)
+  assert all(1 < r["tools/turns"] < 3 for r in rows)
+  assert all(r["tools/calls"] == 8 * (r["tools/turns"] - 1) for r in rows)
+  assert rows[-1]["tools/failures"] == 0
+  parts = runtime.Parts(experiment)
+  last = list(recording.read_metrics(tmp_path / "simulated" / "metrics.jsonl"))[-1]
+  rewards = evaluate.score(parts, simulated.params, parts.held_out, samples=1, temperature=0.0)
+  np.testing.assert_allclose(rewards.mean(), last["eval/accuracy"], rtol=1e-6)
+
+
+def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
+  make = lambda name: Talk(run_dir=str(tmp_path / name), lag="heavy", max_lag=3, checkpoint_every=2)
+  rows, whole, host = run(make("whole"))
+  with killed_at(5):
+    runtime.train(make("killed"))
+  resumed_rows, resumed, resumed_host = run(make("killed"))
+  assert_identical(whole, resumed)
+  assert resumed_host["ledger"] == host["ledger"]
+  assert [r["tools/turns"] for r in resumed_rows] == [r["tools/turns"] for r in rows]
+
+
+def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
+  options = dict(steps=8, max_lag=2, decode_chunk=2)
+  rows, state, host = run(Talk(run_dir=str(tmp_path / "async"), mode="async", reward_workers=1, **options))
+  assert max(r["staleness/max"] for r in rows) <= 2
+  assert host["ledger"]["ended"]["trained"] == sum(r["tokens/trained"] for r in rows)
+  schedule = str(tmp_path / "async" / "schedule.jsonl")
+  assert sum(event[0] == "answer" for event in rollout.read_schedule(schedule)) > 8
+  _, replayed, _ = run(Talk(run_dir=str(tmp_path / "replay"), lag=schedule, **options))
+  assert_identical(state.params, replayed.params)
+
+
+@pytest.fixture
+def recorder(tmp_path):
+  recorder = rollout.ScheduleRecorder(tmp_path / "schedule.jsonl")
+  yield recorder
+  recorder.close()
+
+
+def actor_of(parts, pool, recorder):
+  buffer = rollout.RolloutBuffer(parts.experiment.groups, max_lag=2)
+  return runtime.Actor(parts, buffer, pool, rollout.Ledger(), recorder), buffer
+
+
+def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
+  slow = dataclasses.replace(parts.task, slow=tuple(range(8)))
+  with tasks.RewardPool(slow, workers=2) as pool, tasks.RewardPool(parts.task, workers=0) as quick:
+    (actor, buffer), before = actor_of(parts, pool, recorder), parts.engine.counters.tokens
+    for _ in range(4):
+      actor.submit(buffer.try_submit(0))
+    asked = lambda: [answer for group in actor.conversations._open.values() for answer in group.answers.values()]
+    for _ in range(2):  # twice, so that the task will want to see the texts before
+      while not asked():
+        actor.advance()
+      actor.take_up(wait=True)
+    while not asked():
+      actor.advance()
+    state, groups, held = actor.state(), buffer.state(), actor.held_tokens()
+    assert held + sum(map(rollout.drawn_tokens, buffer.groups())) == parts.engine.counters.tokens - before
+    assert not any(answer.done() for answer in asked())
+    with pytest.raises(ValueError, match="Sample 5 of group 0 has not called the tool"):
+      actor.take_up(which=(0, 5))
+    assert state["turns"]
+    assert len(state["finished"]["ticket"])
+    assert len(state["unfinished"]["tickets"])
+    actor.drain()
+    expected = buffer.groups()
+    other, restored = actor_of(parts, quick, recorder)
+    restored.restore(groups, parts.prompts, state["tickets"].tolist())
+    other.restore(state)
+    assert other.held_tokens() == held
+    other.drain()
+  assert len(expected) == 4
+  for a, b in zip(expected, restored.groups(), strict=True):
+    assert_identical(a.completions, b.completions)
+    np.testing.assert_array_equal(a.rewards, b.rewards)
+
+
+def test_others_go_on_while_a_tool_hangs(parts, recorder):
+  kinds = [parts.request(ticket).prompt.id % 8 for ticket in range(8)]
+  hanging = dataclasses.replace(parts.task, hangs=(kinds[0],))
+  with tasks.RewardPool(hanging, workers=2 + kinds.count(kinds[0]), timeout_s=300) as pool:
+    actor, buffer = actor_of(parts, pool, recorder)
+    for _ in range(8):
+      actor.submit(buffer.try_submit(0))
+    deadline = time.monotonic() + 60
+    while buffer.counts()["complete"] < 8 - kinds.count(kinds[0]) and time.monotonic() < deadline:
+      actor.take_up()
+      if not actor.advance():
+        time.sleep(0.01)
+    assert buffer.counts()["complete"] >= 8 - kinds.count(kinds[0])
+    assert 0 not in {g.request.ticket for g in buffer.groups()}
+    assert parts.engine.idle
+
+
+@pytest.mark.parametrize("mode", ["async", "simulated"])
+def test_a_tool_that_hangs_or_raises_does_not_stop_the_run(tmp_path, mode):
+  options = dict(hangs=(0,), raises=(1, 2, 3), reward_workers=2, reward_timeout=0.3, steps=4)
+  rows, _, host = run(Talk(run_dir=str(tmp_path), mode=mode, **options))
+  assert len(rows) == 4
+  assert rows[-1]["tools/failures"] > 0
+  ended = host["ledger"]["ended"]
+  assert ended["trained"] == sum(r["tokens/trained"] for r in rows)
+  assert host["ledger"]["generated"] == sum(ended.values()) + sum(
+    int(np.count_nonzero(part["mask"])) for part in (host["actor"]["finished"], host["buffer"]["groups"]["completions"])
+  ) + int(np.count_nonzero(host["actor"]["unfinished"]["versions"] >= 0))
+
+
+def test_a_failed_call_ends_its_sample_with_a_stand_in(parts):
+  groups = complete(parts, raises=tuple(range(8)))
+  pairs = [(c, r) for g in groups for c, r in zip(g.completions, g.results, strict=True)]
+  assert {c.finish for c, _ in pairs} == {FAILED, LENGTH}
+  for completion, result in pairs:
+    assert completion.mask.all()
+    assert result.failed == (completion.finish == FAILED)
+    if result.failed:
+      assert result == tasks.RewardResult(-1.0, True, "tool call raised ZeroDivisionError: by zero")
+
+
+def turns_of(parts, completion):
+  return 1 + int((completion.mask & (completion.tokens == parts.tokenizer.stop_ids[0]))[:-1].sum())
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_turns_are_bounded(parts, monkeypatch, most):
+  monkeypatch.setattr(parts, "experiment", dataclasses.replace(parts.experiment, max_turns=most))
+  completions = [c for g in complete(parts) for c in g.completions]
+  assert max(turns_of(parts, c) for c in completions) == most
+  assert {c.finish for c in completions} == {STOP, LENGTH}
+  assert all(c.mask.all() for c in completions) == (most == 1)
+
+
+def test_an_answer_that_does_not_fit_ends_the_sample(parts):
+  completions = [c for g in complete(parts, says="7" * 27) for c in g.completions]
+  assert {c.finish for c in completions} == {LENGTH}
+  assert all(c.mask.all() for c in completions)
+  assert min(len(c.tokens) for c in completions) < 28
+
+
+def test_the_reward_is_of_the_last_turn(parts):
+  for group in complete(parts):
+    for completion, result in zip(group.completions, group.results, strict=True):
+      last = max([-1, *np.flatnonzero(~completion.mask)]) + 1
+      text = parts.decode(completion.tokens[last:])
+      assert result.value == parts.task.reward(group.request.prompt, text, completion.finish)
+
+
+def test_what_is_recorded_beside_a_tools_tokens_changes_no_update(parts):
+  groups = [Group(g.request, g.completions, np.array([r.value for r in g.results])) for g in complete(parts, 4)]
+  assert any(not c.mask.all() for g in groups for c in g.completions)
+
+  def step(change):
+    changed = [g._replace(completions=tuple(map(change, g.completions))) for g in groups]
+    state = parts.learner.init(jax.random.key(1))
+    return jax.device_get(parts.learner.step(state, parts.learner.put(learning.pack(changed, parts.learner.shape))))
+
+  def beside(c):
+    return c._replace(logprobs=np.where(c.mask, c.logprobs, -3.0), versions=np.where(c.mask, c.versions, 7))
+
+  state, metrics = step(lambda c: c)
+  assert_identical((state, metrics), step(beside))
+  assert metrics["tokens/trained"] == sum(c.mask.sum() for g in groups for c in g.completions)
+  drawn, _ = step(lambda c: c._replace(logprobs=c.logprobs - 0.5 * c.mask))
+  with pytest.raises(AssertionError):
+    assert_identical(state.params, drawn.params)
+
+
+def test_supervised_solutions_mask_the_tools_turns(parts):
+  for group in [group for _, group in zip(range(5), _supervised._solutions(parts, np.random.default_rng(0)))]:
+    (c,) = group.completions
+    assert turns_of(parts, c) == 2
+    assert parts.decode(c.tokens[~c.mask]) == "3="
+    assert tasks.Sums.reward(parts.task, group.request.prompt, parts.decode(c.tokens[c.mask]), STOP) == 1.0
+    assert c.tokens[3] == c.tokens[-1] == parts.tokenizer.stop_ids[0]
+
+
+def test_a_chat_template_without_tools_names_the_option(parts, monkeypatch):
+  refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+  source = refuses + "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+  model = models.train_sentencepiece([parts.task.corpus])
+  monkeypatch.setattr(parts, "tokenizer", models.SentencePieceTokenizer(model, chat_template=source))
+  chat = Prompt(0, [{"role": "user", "content": "1"}], None)
+  with pytest.raises(ValueError, match="tool_role='tool', try another: .*no tools"):
+    parts.encode_turn(chat, "12")
+  monkeypatch.setattr(parts, "experiment", dataclasses.replace(parts.experiment, tool_role="user"))
+  assert parts.encode_turn(chat, "12") == parts.tokenizer.encode("12")
