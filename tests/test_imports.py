@@ -12,12 +12,22 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "async_rl"
 #: What each folder may import of the package, beside itself.
 ALLOWED = {
   "types": set(),
-  "stabilizers": set(),
-  "losses": set(),
+  "_validation": set(),
+  "_arrays": {"_validation"},
+  "stabilizers": {"_arrays", "_validation"},
+  "losses": {"_arrays", "_validation"},
   "models": {"types"},
   "tasks": {"types"},
 }
-ALLOWED["sampling"] = ALLOWED["learning"] = {"types", "stabilizers", "losses", "models", "tasks"}
+ALLOWED["sampling"] = ALLOWED["learning"] = {
+  "types",
+  "_arrays",
+  "_validation",
+  "stabilizers",
+  "losses",
+  "models",
+  "tasks",
+}
 ALLOWED["rollout"] = ALLOWED["recording"] = ALLOWED["sampling"] | {"sampling", "learning"}
 ALLOWED["runtime"] = ALLOWED["rollout"] | {"rollout", "recording"}
 

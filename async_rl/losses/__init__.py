@@ -4,6 +4,8 @@ The order of use in a learner step: `log_ratios` and advantages over the whole b
 `aggregate` it to a numerator and a denominator, and one `divide_or_zero` at the end.
 """
 
+from async_rl._arrays import ess_ratio
+from async_rl._arrays import tree_squared_norm
 from async_rl.losses._actor_critic import gae
 from async_rl.losses._actor_critic import value_loss
 from async_rl.losses._advantages import grpo_advantages
@@ -30,7 +32,6 @@ from async_rl.losses._opob import opob_advantages
 from async_rl.losses._opob import opob_gradient
 from async_rl.losses._opob import squared_norms_by_length
 from async_rl.losses._opob import squared_norms_by_logits
-from async_rl.losses._opob import tree_squared_norm
 from async_rl.losses._policy import PolicyLoss
 from async_rl.losses._policy import PolicyLossFn
 from async_rl.losses._policy import cispo
@@ -64,5 +65,4 @@ from async_rl.losses._rewards import kl_penalized_rewards
 from async_rl.losses._rewards import missing_end_rewards
 from async_rl.losses._rewards import overlong_penalty
 from async_rl.losses._rewards import token_rewards
-from async_rl.losses._statistics import ess_ratio
 from async_rl.losses._statistics import ess_statistics

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._arrays import check_mask
+from async_rl._arrays import tree_squared_norm
 from async_rl.losses._advantages import MIN_STD
 from async_rl.losses._advantages import above_group_minimum
 from async_rl.losses._advantages import group_std
 from async_rl.losses._advantages import of_group
 from async_rl.losses._advantages import subtract_baseline
 from async_rl.losses._aggregation import divide_or_zero
-from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import check_rows
 from async_rl.losses._ratios import clamped_exp
 
@@ -97,11 +98,6 @@ def squared_norms_by_logits(
     check_mask(mask, hidden_squared_norms=hidden_squared_norms)
     squares = squares * jnp.asarray(hidden_squared_norms, jnp.float32)
   return jnp.sum(jnp.where(mask, squares, 0.0), axis=-1)
-
-
-def tree_squared_norm(tree: Any) -> jax.Array:
-  """Sum of the squares of all leaves, in float32."""
-  return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), start=jnp.float32(0.0))
 
 
 class OpobGradient(NamedTuple):

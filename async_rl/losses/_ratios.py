@@ -8,17 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._arrays import check_mask
+
 #: Log-ratios are clamped to ±LOG_CLAMP before `exp`: e^20 ≈ 4.9e8, whose square is still finite in float32.
 LOG_CLAMP = 20.0
-
-
-def check_mask(mask: ArrayLike, **arrays: ArrayLike) -> None:
-  """Raises unless *mask* is bool and every array has its shape; costs nothing under jit."""
-  if jnp.result_type(mask) != jnp.bool_:
-    raise TypeError(f"*mask* must be bool, got mask.dtype={jnp.result_type(mask)}; pass mask.astype(bool).")
-  for name, array in arrays.items():
-    if jnp.shape(array) != jnp.shape(mask):
-      raise ValueError(f"*{name}* must have the mask's shape {jnp.shape(mask)}, got {name}.shape={jnp.shape(array)}.")
 
 
 def check_rows(rewards: ArrayLike, **arrays: ArrayLike) -> None:

@@ -10,30 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from async_rl.losses._ratios import check_mask
+from async_rl._arrays import check_mask
+from async_rl._arrays import ess_ratio
 from async_rl.losses._ratios import sequence_log_weights
-
-
-def ess_ratio(log_weights: ArrayLike, mask: ArrayLike, *, cap: float | None = None) -> jax.Array:
-  """Effective sample size as a share of the number of weights: float32 [], in [1/n, 1], and 0 when there are none.
-
-  Args:
-    log_weights: log-weights of any shape, raw.
-    mask: bool, same shape: the weights that count.
-    cap: truncate the weights at this first; None for the raw ones.
-
-  >>> round(float(ess_ratio(jnp.log(jnp.array([3.0, 1.0])), jnp.array([True, True]))), 4)  # 4² / (2 · 10)
-  0.8
-  """
-  check_mask(mask, log_weights=log_weights)
-  log_weights = jnp.asarray(log_weights, jnp.float32)
-  if cap is not None:
-    log_weights = jnp.minimum(log_weights, jnp.log(cap))
-  count = jnp.sum(mask)
-  log_weights = jnp.where(mask, log_weights, -jnp.inf)
-  log_weights = log_weights - jnp.where(count > 0, jnp.max(log_weights), 0.0)
-  total, squares = jnp.sum(jnp.exp(log_weights)), jnp.sum(jnp.exp(2.0 * log_weights))
-  return jnp.where(count > 0, total**2 / jnp.where(count > 0, squares * count, 1.0), 0.0)
 
 
 def ess_statistics(

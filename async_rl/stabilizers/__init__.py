@@ -19,6 +19,7 @@ The order in a chain has a meaning. The one to start from is::
 outside, and pass `log_weights` of the whole batch.
 """
 
+from async_rl._arrays import ess_ratio
 from async_rl.stabilizers._alignment import KEPT
 from async_rl.stabilizers._alignment import PROJECTED
 from async_rl.stabilizers._alignment import SKIPPED
@@ -32,7 +33,6 @@ from async_rl.stabilizers._lag_controller import control_lag
 from async_rl.stabilizers._lead import LeadByMomentumState
 from async_rl.stabilizers._lead import lead_by_momentum
 from async_rl.stabilizers._lead import leading_params
-from async_rl.stabilizers._statistics import ess_ratio
 from async_rl.stabilizers._telemetry import TrackCosineState
 from async_rl.stabilizers._telemetry import TrackNormState
 from async_rl.stabilizers._telemetry import track_cosine

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from async_rl import _validation
 from async_rl.stabilizers import _statistics
-from async_rl.stabilizers import _validation
 
 #: Values of `ControlAlignmentState.alignment_regime`.
 KEPT, PROJECTED, SKIPPED = 0, 1, 2
@@ -92,10 +92,10 @@ def control_alignment(
     Xu et al., GAC: Stabilizing Asynchronous RL Training for LLMs via Gradient Alignment Control, 2026,
     https://arxiv.org/abs/2603.01501
   """
-  _validation.require(low >= 0, "low", "at least 0", low)
-  _validation.require(high >= low, "high", f"at least low={low!r}", high)
-  _validation.require_choice("kappa", kappa, ("cap", "remove", "match"))
-  _validation.require_choice("reference", reference, ("raw", "projected"))
+  _validation.check_number("low", low, at_least=0)
+  _validation.check_number("high", high, at_least=low, finite=False)
+  _validation.check_choice("kappa", kappa, ("cap", "remove", "match"))
+  _validation.check_choice("reference", reference, ("raw", "projected"))
   inner = optax.with_extra_args_support(inner)
 
   def kept_share(cosine: jax.Array) -> jax.Array:

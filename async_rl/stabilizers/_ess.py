@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from async_rl import _arrays
+from async_rl import _validation
 from async_rl.stabilizers import _statistics
-from async_rl.stabilizers import _validation
 
 
 class ScaleByEssState(NamedTuple):
@@ -89,10 +90,10 @@ def scale_by_ess(
     Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs, 2026, equations 4 and 5,
     https://arxiv.org/abs/2602.17616
   """
-  _validation.require(power >= 0, "power", "at least 0", power)
-  _validation.require(reference > 0, "reference", "above 0", reference)
+  _validation.check_number("power", power, at_least=0)
+  _validation.check_number("reference", reference, above=0)
   if reference_decay is not None:
-    _validation.require((reference_decay >= 0) & (reference_decay < 1), "reference_decay", "in [0, 1)", reference_decay)
+    _validation.check_number("reference_decay", reference_decay, at_least=0, below=1)
 
   def init(params: optax.Params) -> ScaleByEssState:
     del params
@@ -116,7 +117,7 @@ def scale_by_ess(
     del params, extra_args
     if jnp.ndim(log_weights) != 1:
       raise ValueError(f"log_weights must be one value per sequence, shape [B], got shape {jnp.shape(log_weights)}")
-    ratio = _statistics.ess_ratio(log_weights, log_weights_mask)
+    ratio = _arrays.ess_ratio(log_weights, log_weights_mask)
     current, count = jnp.asarray(reference, jnp.float32), state.ess_reference_count
     if reference_decay is not None:
       if on_policy is None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from async_rl.stabilizers import _validation
+from async_rl import _validation
 
 
 class LagControllerState(NamedTuple):
@@ -85,11 +85,12 @@ def control_lag(
     >>> print(allowed_lag)
     4
   """
-  _validation.require(0 <= min_lag <= max_lag, "min_lag", f"between 0 and max_lag={max_lag}", min_lag)
-  _validation.require(0 <= ess_floor <= 1, "ess_floor", "between 0 and 1", ess_floor)
-  _validation.require(0 <= cosine_ceiling <= 1, "cosine_ceiling", "between 0 and 1", cosine_ceiling)
-  _validation.require(0 <= decay < 1, "decay", "in [0, 1)", decay)
-  _validation.require(patience >= 1, "patience", "at least 1", patience)
+  _validation.check_number("max_lag", max_lag, at_least=0, whole=True)
+  _validation.check_number("min_lag", min_lag, at_least=0, at_most=max_lag, whole=True)
+  _validation.check_number("ess_floor", ess_floor, at_least=0, at_most=1)
+  _validation.check_number("cosine_ceiling", cosine_ceiling, at_least=0, at_most=1)
+  _validation.check_number("decay", decay, at_least=0, below=1)
+  _validation.check_number("patience", patience, at_least=1, whole=True)
 
   def init() -> LagControllerState:
     return LagControllerState(

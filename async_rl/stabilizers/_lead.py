@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from async_rl.stabilizers import _validation
+from async_rl import _validation
 
 
 class LeadByMomentumState(NamedTuple):
@@ -55,8 +55,8 @@ def lead_by_momentum(
     >>> print(lead.round(3))
     [-0.075]
   """
-  _validation.require((decay >= 0) & (decay < 1), "decay", "in [0, 1)", decay)
-  _validation.require(lag >= 0, "lag", "at least 0", lag)
+  _validation.check_number("decay", decay, at_least=0, below=1)
+  _validation.check_number("lag", lag, at_least=0)
   reach = decay * (1.0 - decay**lag) / (1.0 - decay)
 
   def init(params: optax.Params) -> LeadByMomentumState:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from async_rl import _validation
 from async_rl.stabilizers import _statistics
-from async_rl.stabilizers import _validation
 
 
 class TrackNormState(NamedTuple):
@@ -58,8 +58,8 @@ def track_norm(
     >>> print(optax.tree.get(state, "grad_norm"), optax.tree.get(state, "grad_spike_count"))
     20.0 1
   """
-  _validation.require((decay >= 0) & (decay < 1), "decay", "in [0, 1)", decay)
-  _validation.require(threshold > 1, "threshold", "above 1", threshold)
+  _validation.check_number("decay", decay, at_least=0, below=1)
+  _validation.check_number("threshold", threshold, above=1)
 
   def init(params: optax.Params) -> TrackNormState:
     del params

@@ -284,10 +284,10 @@ def test_ess_scale_inside_and_outside_are_the_same():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ({"low": -0.1}, "low must be at least 0, got low=-0.1"),
-    ({"low": 0.5, "high": 0.4}, "high must be at least low=0.5, got high=0.4"),
-    ({"kappa": "half"}, "kappa must be one of 'cap', 'remove', 'match', got kappa='half'"),
-    ({"reference": "mean"}, "reference must be one of 'raw', 'projected', got reference='mean'"),
+    ({"low": -0.1}, r"\*low\* must be a number at least 0, got low=-0.1"),
+    ({"low": 0.5, "high": 0.4}, r"\*high\* must be a number at least 0.5, got high=0.4"),
+    ({"kappa": "half"}, r"\*kappa\* must be one of 'cap', 'remove', 'match', got kappa='half'"),
+    ({"reference": "mean"}, r"\*reference\* must be one of 'raw', 'projected', got reference='mean'"),
     ({"high": float("nan")}, "got high=nan"),
   ],
 )

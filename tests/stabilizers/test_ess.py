@@ -1,6 +1,5 @@
-"""The ESS ratio against float64 numpy, and what `scale_by_ess` does with it."""
+"""What `scale_by_ess` does with the ESS ratio of a batch."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,70 +8,6 @@ import pytest
 from async_rl import stabilizers
 
 HALF = jnp.array([0.0, 0.0, -100.0, -100.0])  # two of four sequences carry all the weight
-
-
-def slow_ess_ratio(log_weights):
-  weights = np.exp(np.asarray(log_weights, np.float64))
-  return weights.sum() ** 2 / (weights**2).sum() / weights.size
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (37,), (8, 5)])
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 10.0])
-def test_ratio_is_that_of_the_formula(shape, spread):
-  log_weights = np.random.default_rng(0).normal(size=shape) * spread
-  np.testing.assert_allclose(stabilizers.ess_ratio(log_weights), slow_ess_ratio(log_weights), rtol=1e-5)
-
-
-def test_worked_example():
-  # Weights 1, 2, 3: (1 + 2 + 3)^2 = 36 over 1 + 4 + 9 = 14, over B = 3: 36 / 42 = 6 / 7.
-  np.testing.assert_allclose(stabilizers.ess_ratio(jnp.log(jnp.array([1.0, 2.0, 3.0]))), 6 / 7, rtol=1e-6)
-
-
-def test_common_factor_cancels_even_where_exp_would_overflow():
-  log_weights = np.random.default_rng(1).normal(size=16)
-  for shift in (-1e4, -100.0, 100.0, 1e4):
-    np.testing.assert_allclose(stabilizers.ess_ratio(log_weights + shift), slow_ess_ratio(log_weights), rtol=1e-2)
-
-
-@pytest.mark.parametrize(
-  ("log_weights", "expected"),
-  [
-    ([1e4, 0.0, 0.0, 0.0], 0.25),
-    ([1e4, -1e4, 1e4, -1e4], 0.5),
-    ([-1e4] * 4, 1.0),
-    ([3.0], 1.0),
-    ([0.0, 0.0, -np.inf, -np.inf], 0.5),
-    ([-np.inf, -np.inf], 0.0),
-    ([np.nan, 0.0], 0.0),
-    ([np.inf, 0.0], 0.0),
-    ([np.inf, -np.inf], 0.0),
-    ([], 0.0),
-  ],
-)
-def test_extremes_have_their_stated_value(log_weights, expected):
-  assert float(stabilizers.ess_ratio(jnp.array(log_weights, jnp.float32))) == pytest.approx(expected)
-
-
-def test_mask_equals_leaving_rows_out():
-  log_weights = np.random.default_rng(2).normal(size=(6, 4))
-  where = np.arange(24).reshape(6, 4) % 3 > 0
-  np.testing.assert_allclose(
-    stabilizers.ess_ratio(np.where(where, log_weights, np.nan), where), slow_ess_ratio(log_weights[where]), rtol=1e-5
-  )
-  assert float(stabilizers.ess_ratio(log_weights, np.zeros_like(where))) == 0.0
-
-
-def test_mask_of_another_shape_is_refused():
-  with pytest.raises(ValueError, match=r"shape of log_weights, got \(3,\) and \(4,\)"):
-    stabilizers.ess_ratio(HALF, jnp.ones(3, bool))
-
-
-def test_ratio_does_not_depend_on_dtype_or_order():
-  log_weights = np.random.default_rng(3).normal(size=64).astype(jnp.bfloat16)
-  expected = slow_ess_ratio(log_weights.astype(np.float64))
-  assert stabilizers.ess_ratio(log_weights).dtype == jnp.float32
-  np.testing.assert_allclose(stabilizers.ess_ratio(log_weights), expected, rtol=1e-5)
-  np.testing.assert_allclose(stabilizers.ess_ratio(log_weights[::-1]), expected, rtol=1e-5)
 
 
 def scaled(log_weights, update=1.0, mask=None, **arguments):
@@ -147,9 +82,9 @@ def test_log_weights_must_be_one_per_sequence():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ({"power": -0.5}, "power must be at least 0, got power=-0.5"),
-    ({"reference": 0.0}, "reference must be above 0, got reference=0.0"),
-    ({"reference_decay": 1.0}, r"reference_decay must be in \[0, 1\), got reference_decay=1.0"),
+    ({"power": -0.5}, r"\*power\* must be a number at least 0, got power=-0.5"),
+    ({"reference": 0.0}, r"\*reference\* must be a number above 0, got reference=0.0"),
+    ({"reference_decay": 1.0}, r"\*reference_decay\* must be a number at least 0 and below 1, got reference_decay=1.0"),
     ({"power": float("nan")}, "got power=nan"),
   ],
 )
@@ -194,12 +129,3 @@ def test_after_adamw_it_is_a_learning_rate_and_scales_the_weight_decay():
   np.testing.assert_allclose(
     train(between, HALF), train(optax.adamw(1e-2 * scale, weight_decay=0.1 / scale), HALF), rtol=1e-5
   )
-
-
-def test_ratio_of_a_sharded_batch_is_that_of_the_whole():
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  log_weights = np.random.default_rng(4).normal(size=64).astype(np.float32)
-  sharded = jax.device_put(log_weights, jax.NamedSharding(mesh, jax.P("data")))
-  ratio = jax.jit(stabilizers.ess_ratio)(sharded)
-  assert ratio.sharding.is_fully_replicated
-  np.testing.assert_allclose(ratio, slow_ess_ratio(log_weights), rtol=1e-5)

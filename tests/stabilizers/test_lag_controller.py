@@ -99,11 +99,11 @@ def test_same_under_vmap_as_one_by_one():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ({"min_lag": 9}, "min_lag must be between 0 and max_lag=8, got min_lag=9"),
-    ({"ess_floor": 1.5}, "ess_floor must be between 0 and 1"),
-    ({"cosine_ceiling": -1.0}, "cosine_ceiling must be between 0 and 1"),
-    ({"decay": 1.0}, r"decay must be in \[0, 1\)"),
-    ({"patience": 0}, "patience must be at least 1, got patience=0"),
+    ({"min_lag": 9}, r"\*min_lag\* must be an integer at least 0 and at most 8, got min_lag=9"),
+    ({"ess_floor": 1.5}, r"\*ess_floor\* must be a number at least 0 and at most 1"),
+    ({"cosine_ceiling": -1.0}, r"\*cosine_ceiling\* must be a number at least 0 and at most 1"),
+    ({"decay": 1.0}, r"\*decay\* must be a number at least 0 and below 1"),
+    ({"patience": 0}, r"\*patience\* must be an integer at least 1, got patience=0"),
   ],
 )
 def test_bad_arguments_are_refused(arguments, message):

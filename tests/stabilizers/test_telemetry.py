@@ -96,7 +96,10 @@ def test_norm_of_a_tree_in_bfloat16_is_summed_in_float32():
 
 @pytest.mark.parametrize(
   ("arguments", "message"),
-  [({"decay": 1.0}, r"decay must be in \[0, 1\), got decay=1.0"), ({"threshold": 1.0}, "threshold must be above 1")],
+  [
+    ({"decay": 1.0}, r"\*decay\* must be a number at least 0 and below 1, got decay=1.0"),
+    ({"threshold": 1.0}, r"\*threshold\* must be a number above 1"),
+  ],
 )
 def test_bad_arguments_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
