@@ -79,7 +79,7 @@ class Conversations:
   def __init__(
     self,
     parts: Parts,
-    engine: sampling.Engine,
+    engine: sampling.Sampler,
     rewards: tasks.RewardPool,
     samples: int,
     scorer: tasks.Scorer | None = None,

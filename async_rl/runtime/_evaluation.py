@@ -30,7 +30,7 @@ def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def complete(
-  parts: Parts, engine: sampling.Engine, requests: Sequence[Request], samples: int, rewards: tasks.RewardPool
+  parts: Parts, engine: sampling.Sampler, requests: Sequence[Request], samples: int, rewards: tasks.RewardPool
 ) -> list[Scored]:
   """Completes `requests` with an idle engine under its current weights, a tool's turns included.
 
@@ -57,7 +57,7 @@ def complete(
 
 def evaluate(
   parts: Parts,
-  engine: sampling.Engine,
+  engine: sampling.Sampler,
   prompts: Sequence[Prompt],
   rewards: tasks.RewardPool,
   samples: int = 1,

@@ -81,13 +81,13 @@ class Parts:
     return [prompts[i] for i in range(min(self.experiment.eval_prompts, len(prompts)))]
 
   @functools.cached_property
-  def evaluator(self) -> sampling.Engine:
+  def evaluator(self) -> sampling.Sampler:
     """A sampler for evaluations. It runs on the learner's devices: generation goes on, and the weights stay put."""
     local = [d for d in self.meshes.learner.devices.flat if d.process_index == jax.process_index()]
     tensor = self.meshes.learner.shape["tensor"]
     return self.make_engine(self.experiment.evaluation_config(), make_mesh(local, tensor=tensor, role="evaluation"))
 
-  def make_engine(self, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh) -> sampling.Engine:
+  def make_engine(self, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh) -> sampling.Sampler:
     """A sampler of this run's policy and tokenizer."""
     return sampling.Engine(self.policy, config, self.tokenizer.stop_ids, self.tokenizer.pad_id, mesh)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -13,7 +14,9 @@ from async_rl.models import Cache
 from async_rl.models import Params
 from async_rl.models import Policy
 from async_rl.sampling._config import SamplerConfig
-from async_rl.sampling._sample import sample
+from async_rl.sampling._draw import draw_tokens
+from async_rl.sampling._draw import sample_key
+from async_rl.sampling._draw import token_uniforms
 from async_rl.types import NO_VERSION
 
 Array = jax.Array
@@ -22,14 +25,14 @@ KeyValues = tuple[Array, Array]
 
 
 class Slots(NamedTuple):
-  """What a decode chunk needs to know of each slot; the host makes it anew for every chunk.
+  """The state of each slot, which the host rebuilds before every decode chunk.
 
   Attributes:
     token: int32 [B], the last token of the sequence, not yet in the cache.
-    position: int32 [B], where it goes; everything before it is in the cache.
-    drawn: int32 [B], completion tokens so far, which is also the index of the next one.
-    ticket: uint32 [B].
-    sample: uint32 [B].
+    position: int32 [B], the position of `token`; everything before it is in the cache.
+    drawn: int32 [B], the number of completion tokens so far, which is also the index of the next one.
+    ticket: uint32 [B], the ticket of the slot's group.
+    sample: uint32 [B], the index of the slot's sample in its group.
     live: bool [B], whether the slot draws.
   """
 
@@ -42,7 +45,7 @@ class Slots(NamedTuple):
 
 
 def no_slots(count: int, pad_id: int) -> Slots:
-  """Numpy arrays in which no slot is live."""
+  """Returns numpy arrays in which no slot is live."""
   return Slots(
     token=np.full(count, pad_id, np.int32),
     position=np.zeros(count, np.int32),
@@ -54,14 +57,14 @@ def no_slots(count: int, pad_id: int) -> Slots:
 
 
 class Drawn(NamedTuple):
-  """What a decode chunk drew. A row's tokens are its first `counts` columns.
+  """The tokens that a decode chunk drew. A row's tokens are its first `counts` columns.
 
   Attributes:
     tokens: int32 [B, chunk].
     logprobs: float32 [B, chunk].
     versions: int32 [B, chunk].
-    counts: int32 [B].
-    steps: int32 [], decode steps taken.
+    counts: int32 [B], the number of tokens that each slot drew.
+    steps: int32 [], the number of decode steps taken.
   """
 
   tokens: Any
@@ -78,10 +81,10 @@ class _Carry(NamedTuple):
 
 
 def prefill(policy: Policy, params: Params, tokens: Array) -> Cache:
-  """Keys and values of R prefixes, tokens int32 [R, T]; each array [R, N, T, d].
+  """Returns the keys and values of R prefixes, tokens int32 [R, T]; each array [R, N, T, d].
 
-  Prefixes are padded at the end, where causal attention keeps the padding out of sight. What it leaves in the cache
-  lies behind the slot's position, and decode overwrites it before it looks there.
+  Prefixes are padded at the end, where causal attention hides the padding. Its keys and values lie behind the slot's
+  position, and decode overwrites each of them before it attends to that position.
   """
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
   return policy.prefill(params, tokens, jnp.ones_like(tokens), positions)[1]
@@ -91,10 +94,10 @@ def put(cache: KeyValues, new: KeyValues, rows: Array, slots: Array) -> KeyValue
   """Copies prefixes into slots, in one layer.
 
   Args:
-    cache: each [B, N, S, d]; donated.
-    new: each [R, N, T, d], T <= S.
-    rows: int32 [M], which prefix,
-    slots: int32 [M], goes into which slot; distinct. Slots beyond B are dropped.
+    cache: the layer's cache, each array [B, N, S, d]; donated.
+    new: the keys and values of the prefixes, each [R, N, T, d], T <= S.
+    rows: int32 [M], the prefix that goes into each slot.
+    slots: int32 [M], the distinct slots to fill; those beyond B are dropped.
   """
 
   def one(old, new):
@@ -104,7 +107,7 @@ def put(cache: KeyValues, new: KeyValues, rows: Array, slots: Array) -> KeyValue
 
 
 def resize(cache: KeyValues, length: int) -> KeyValues:
-  """One layer's cache, each [B, N, S, d], cut or padded to `length` positions."""
+  """Cuts or pads one layer's cache, each [B, N, S, d], to `length` positions."""
   shape = lambda x: ((0, 0), (0, 0), (0, max(0, length - x.shape[2])), (0, 0))
   return jax.tree.map(lambda x: jnp.pad(x[:, :, :length], shape(x)), cache)
 
@@ -118,30 +121,27 @@ def decode_chunk(
   slots: Slots,
   version: Array,
 ) -> tuple[Cache, Drawn]:
-  """Up to `config.chunk` decode steps of every live slot; stops early when none is left.
+  """Runs up to `config.chunk` decode steps of every live slot; stops early when none is left.
 
-  A slot that finishes is frozen: it goes on writing the same position of its own cache, and draws nothing.
+  A slot that finishes is frozen: it keeps writing the same position of its own cache and draws nothing.
 
   Args:
     policy: the architecture.
-    config: chunk, max_new_tokens and the sampling distribution.
-    stop_ids: tokens that end a sample.
+    config: the chunk, max_new_tokens and the sampling distribution.
+    stop_ids: the tokens that end a sample.
     params: the policy's parameters.
-    cache: of L layers, each [B, N, S, d], S > every position reached in this chunk; donated.
-    slots: where each slot stands.
-    version: int32 [], of `params`; written beside every token drawn.
+    cache: the cache of L layers, each array [B, N, S, d], S > every position reached in this chunk; donated.
+    slots: the state of each slot.
+    version: int32 [], the version of `params`, written beside every token drawn.
   """
   batch = slots.token.shape[0]
-  root = jax.random.key(config.seed, impl="threefry2x32")
-  key_of_row = lambda ticket, index: jax.random.fold_in(jax.random.fold_in(root, ticket), index)
-  keys = jax.vmap(key_of_row)(slots.ticket, slots.sample)
-  uniforms_of_row = lambda key, index: jax.random.uniform(jax.random.fold_in(key, index), (2,))
+  keys = jax.vmap(functools.partial(sample_key, config.seed))(slots.ticket, slots.sample)
 
   def step(carry: _Carry) -> _Carry:
     cache, slots, drawn = carry
     hidden, cache = policy.decode(params, slots.token, slots.position, cache)
     logits = policy.logits(params, hidden)
-    tokens, logprobs = sample(logits, jax.vmap(uniforms_of_row)(keys, slots.drawn), config)
+    tokens, logprobs = draw_tokens(logits, jax.vmap(token_uniforms)(keys, slots.drawn), config)
     tokens = jnp.where(slots.live, tokens, slots.token)
     count = slots.live.astype(jnp.int32)
     drawn = Drawn(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,60 +17,44 @@ from jax.sharding import Mesh
 from async_rl.models import Params
 from async_rl.models import Policy
 from async_rl.sampling import _decode
-from async_rl.sampling import _records
 from async_rl.sampling._config import SamplerConfig
 from async_rl.sampling._programs import Programs
-from async_rl.sampling._records import Sample
+from async_rl.sampling._sampler import Counters
+from async_rl.sampling._sampler import Sampler
+from async_rl.sampling._samples import Sample
+from async_rl.sampling._samples import Snapshot
+from async_rl.sampling._samples import continue_sample
+from async_rl.sampling._samples import pack_samples
+from async_rl.sampling._samples import start_samples
+from async_rl.sampling._samples import unpack_samples
 from async_rl.types import LENGTH
-from async_rl.types import NO_VERSION
 from async_rl.types import STOP
 from async_rl.types import Completion
 from async_rl.types import Request
 
-#: A prefix and the slots that it goes into.
+#: A prefix and the slots that it is copied into.
 _Work = tuple[np.ndarray, list[int]]
 
 
-@dataclasses.dataclass
-class Counters:
-  """Running totals of an engine.
-
-  Attributes:
-    tokens: drawn.
-    prefill_tokens: of prompts and of recomputed prefixes, without padding.
-    chunks: decode chunks run.
-    steps: decode steps run.
-    slot_steps: `steps` times slots; tokens / slot_steps is the occupancy.
-    seconds: spent in `step`.
-  """
-
-  tokens: int = 0
-  prefill_tokens: int = 0
-  chunks: int = 0
-  steps: int = 0
-  slot_steps: int = 0
-  seconds: float = 0.0
-
-
-class Engine:
-  """Completes requests K times each, many at once, while the weights change underneath.
+class Engine(Sampler):
+  """A sampler that decodes a fixed number of slots together and refills those that finish.
 
   A slot holds one sample. A request waits until K slots are free; its prompt is then computed once and copied into
-  them. `step` decodes one chunk and returns what finished. All bookkeeping is on the host; the device holds the
-  weights and the cache. A sample is determined by (seed, ticket, index in the group, weights): it does not depend
-  on slots or neighbors beyond the rounding of differently shaped programs. Not thread-safe.
+  them. `step` decodes one chunk and returns the samples that finished. All bookkeeping is on the host; the device
+  holds the weights and the cache. A sample is determined by (seed, ticket, index in the group, weights): it does not
+  depend on slots or neighbors beyond the rounding of differently shaped programs. Not thread-safe.
 
   Attributes:
-    counters: running totals.
-    version: of the current weights, `None` before the first `set_weights`.
+    counters: the running totals.
+    version: the version of the current weights, `None` before the first `set_weights`.
 
   Args:
     policy: the architecture.
-    config: sizes and sampling distribution.
-    stop_ids: tokens that end a sample; a stop token is kept as the last token of its completion.
-    pad_id: any token, put where nothing is.
-    mesh: axes among ("data", "fsdp", "tensor"), devices of this process: slots are split over data and fsdp, heads
-      over tensor. `None`: the first device.
+    config: the sizes and the sampling distribution.
+    stop_ids: the tokens that end a sample; a stop token is kept as the last token of its completion.
+    pad_id: the id used to fill unused positions.
+    mesh: the devices, all of this process, with axes among ("data", "fsdp", "tensor"): slots are split over data and
+      fsdp, heads over tensor. `None` uses the first device.
 
   Raises:
     ValueError: if the mesh cannot divide the slots, or a token id is outside the vocabulary.
@@ -98,13 +80,15 @@ class Engine:
     for token in (pad_id, *stop_ids):
       if not 0 <= token < vocab:
         raise ValueError(f"stop_ids and pad_id must lie in 0..{vocab - 1}, got {token}; is this the model's tokenizer?")
-    self._config, self._vocab, self._pad_id = config, vocab, pad_id
+    self._config = config
+    self._vocab = vocab
+    self._pad_id = pad_id
     self._stop_ids = tuple(int(i) for i in stop_ids)
     self._programs = Programs(policy, config, self._stop_ids, _mesh_of_one() if mesh is None else mesh)
     self._length = config.lengths[0]
     self._cache = self._programs.init_cache(self._length)
     self._params: Params | None = None
-    self._stale = False  # whether the cache is of older weights and to be recomputed
+    self._stale = False  # whether the cache must be recomputed under newer weights
     self._slots: list[Sample | None] = [None] * config.slots
     self._waiting: collections.deque[tuple[Sample, ...]] = collections.deque()  # each tuple shares its prefix
     self.counters = Counters()
@@ -114,23 +98,24 @@ class Engine:
 
   @property
   def weight_shardings(self) -> Params:
-    """Where `set_weights` wants prepared weights, so that nothing has to move."""
+    """Returns the shardings in which `set_weights` takes prepared weights without moving them."""
     return self._programs.param_shardings
 
   def set_weights(self, params: Params, version: int) -> None:
-    """Changes the weights from the next token on; see `SamplerConfig.on_update` for the samples in flight.
+    """Changes the weights from the next token on; see `SamplerConfig.on_update` for unfinished samples.
 
     Args:
-      params: as from `Policy.init` (copied), or what `prepare_weights` made of them (used as they are: do not
-        donate them). They may lie on other devices.
-      version: optimizer steps that made them.
+      params: the parameters, as from `Policy.init` (copied) or from `prepare_weights` (used as they are: do not donate
+        them). They may lie on other devices.
+      version: the number of optimizer steps that made them.
 
     Raises:
-      ValueError: if the parameters are not of this policy.
+      ValueError: if the parameters are not this policy's.
     """
     programs = self._programs
-    layout, raw, prepared = map(_layout, (params, programs.raw_params, programs.params))
-    if layout == prepared:
+    layout = _layout(params)
+    raw = _layout(programs.raw_params)
+    if layout == _layout(programs.params):
       self._params = _place(params, programs.params)
     elif layout == raw:
       self._params = programs.prepare()(_place(params, programs.raw_params))
@@ -152,67 +137,40 @@ class Engine:
     Raises:
       ValueError: if the prompt is empty, too long or not of this vocabulary, or the ticket is not a uint32.
     """
-    tokens = np.asarray(request.tokens, np.int32)
-    name = f"Request {request.ticket} (prompt {getattr(request.prompt, 'id', None)})"
-    if tokens.ndim != 1 or not tokens.size:
-      raise ValueError(f"{name} must have tokens [T] with T >= 1, got shape {tokens.shape}.")
-    if len(tokens) > self._config.max_prompt_tokens:
-      raise ValueError(
-        f"{name} has {len(tokens)} tokens, more than max_prompt_tokens={self._config.max_prompt_tokens}: "
-        "raise max_prompt_tokens, or drop such prompts from the task."
-      )
-    if tokens.min() < 0 or tokens.max() >= self._vocab:
-      raise ValueError(f"{name} has a token outside 0..{self._vocab - 1}; is this the model's tokenizer?")
-    if not 0 <= request.ticket < 2**32:
-      raise ValueError(f"{name}: tickets must lie in 0..2**32-1, they key the random numbers.")
-    fresh = lambda k: Sample.empty(request.ticket, k, tokens, self._config.max_new_tokens)
-    self._waiting.append(tuple(fresh(k) for k in range(self._config.group_size)))
+    self._waiting.append(start_samples(request, self._config, self._vocab))
 
   def resume(self, request: Request, completion: Completion, tokens: Sequence[int]) -> None:
-    """Takes a finished sample up again, with `tokens` at its end that no policy drew: the turn of a tool.
+    """Resumes a finished sample after appending `tokens` that the policy did not draw, such as a tool's reply.
 
-    It goes on as one sample: positions, the limit of its length and its random numbers count these tokens. It starts
-    before the requests that wait, its cache computed anew under the weights of that moment.
+    Positions, the length limit and the random numbers count these tokens. The sample starts before the requests that
+    wait, and its cache is recomputed under the weights of that moment.
 
     Args:
-      request: the sample's.
-      completion: as `step` returned it.
-      tokens: the context to add; one more token must fit behind it, see `room`.
+      request: the sample's request.
+      completion: the finished sample, as `step` returned it.
+      tokens: the context to append; at least one more token must fit behind it, see `room`.
 
     Raises:
-      ValueError: if they do not fit or are not of this vocabulary.
+      ValueError: if the tokens do not fit or are not of this vocabulary.
     """
-    name = f"Sample {completion.sample} of request {request.ticket}"
-    if len(tokens) >= self.room(completion):
-      raise ValueError(
-        f"{name} has {len(completion.tokens)} tokens, and {len(tokens)} more leave nothing to draw of "
-        f"max_new_tokens={self._config.max_new_tokens}: end it, or raise max_new_tokens."
-      )
-    if not all(0 <= token < self._vocab for token in tokens):
-      raise ValueError(f"{name} was given a token outside 0..{self._vocab - 1}; is this the model's tokenizer?")
-    sample = Sample.empty(
-      request.ticket, completion.sample, np.asarray(request.tokens, np.int32), self._config.max_new_tokens
-    )
-    sample.extend(completion.tokens, completion.logprobs, completion.versions)
-    sample.extend(np.asarray(tokens, np.int32), np.float32(0), np.int32(NO_VERSION))
-    self._waiting.appendleft((sample,))
+    self._waiting.appendleft((continue_sample(request, completion, tokens, self._config, self._vocab),))
 
   def room(self, completion: Completion) -> int:
-    """Tokens by which `completion` may still grow."""
+    """Returns the number of tokens by which `completion` may still grow."""
     return self._config.max_new_tokens - len(completion.tokens)
 
   @property
   def free(self) -> int:
-    """Slots that neither a live nor a waiting sample will take."""
+    """Returns the number of slots that neither a live nor a waiting sample will take."""
     return max(0, self._config.slots - len(self._live()) - sum(map(len, self._waiting)))
 
   def has_room(self) -> bool:
-    """Whether one more request would start at the next step."""
+    """Returns whether one more request would start at the next `step`."""
     return self.free >= self._config.group_size
 
   @property
   def idle(self) -> bool:
-    """Whether nothing is live and nothing waits."""
+    """Returns whether nothing is live and nothing waits."""
     return not self._waiting and not self._live()
 
   def step(self) -> list[Completion]:
@@ -235,46 +193,22 @@ class Engine:
     self.counters.seconds += time.perf_counter() - start
     return finished
 
-  def generate(self, requests: Iterable[Request]) -> list[Completion]:
-    """Runs `requests` to their end; completions come in the order of the requests and of their samples.
-
-    Raises:
-      RuntimeError: if samples of other requests are in flight.
-    """
-    if not self.idle:
-      raise RuntimeError("generate needs an idle engine; finish what is in flight with step first.")
-    order = {}
-    for i, request in enumerate(requests):
-      self.submit(request)
-      order[request.ticket] = i
-    completions: list[Completion] = []
-    while not self.idle:
-      completions += self.step()
-    return sorted(completions, key=lambda c: (order[c.ticket], c.sample))
-
   # Checkpoints.
 
-  def snapshot(self) -> _records.Snapshot:
-    """Everything unfinished, for a checkpoint. The engine goes on unchanged."""
-    samples = [*self._live().values(), *itertools.chain(*self._waiting)]
-    return _records.pack(samples, self._config.capacity, self._config.max_new_tokens)
+  def snapshot(self) -> Snapshot:
+    """Returns every unfinished sample, for a checkpoint. The engine itself goes on unchanged."""
+    return pack_samples([*self._live().values(), *itertools.chain(*self._waiting)], self._config)
 
-  def restore(self, state: _records.Snapshot) -> None:
-    """Takes up the samples of a snapshot where they stood; their cache is recomputed under the current weights.
+  def restore(self, state: Snapshot) -> None:
+    """Continues the samples of a snapshot; their cache is recomputed under the current weights.
 
     Raises:
       RuntimeError: if the engine is not idle.
-      ValueError: if the limits were lowered below what the samples already have.
+      ValueError: if the limits were lowered below the lengths that the samples already have.
     """
     if not self.idle:
-      raise RuntimeError("restore needs an idle engine.")
-    limits = (self._config.max_prompt_tokens, self._config.max_new_tokens)
-    if len(state.tickets) and (state.prompt_lengths.max() > limits[0] or state.lengths.max() >= limits[1]):
-      raise ValueError(
-        f"The snapshot holds prompts of {state.prompt_lengths.max()} and completions of {state.lengths.max()} tokens, "
-        f"too many for (max_prompt_tokens, max_new_tokens)={limits}; restore with limits as high as before."
-      )
-    samples = _records.unpack(state, limits[1])
+      raise RuntimeError("restore needs an idle engine; finish its unfinished samples with step first.")
+    samples = unpack_samples(state, self._config)
     for (_, fresh), group in itertools.groupby(samples, key=lambda s: (s.ticket, not s.length)):
       members = tuple(group)
       self._waiting.extend([members] if fresh else [(s,) for s in members])
@@ -282,7 +216,7 @@ class Engine:
   # Programs.
 
   def warmup(self, resumes: bool = False) -> None:
-    """Compiles everything that later calls use. Only what `restore` alone needs is left to its first use.
+    """Compiles everything that later calls use, except what `restore` alone needs.
 
     Args:
       resumes: whether `resume` will be called.
@@ -292,7 +226,7 @@ class Engine:
 
   @property
   def compilations(self) -> int:
-    """Programs compiled so far."""
+    """Returns the number of programs compiled so far."""
     return len(self._programs)
 
   # The parts of a step.
@@ -314,8 +248,8 @@ class Engine:
   def _resize(self, work: list[_Work]) -> None:
     """Gives the cache the least length that holds all live samples up to the end of the next chunk.
 
-    Layer by layer, so that never two whole caches exist. A copy costs as much as two decode steps; attention to
-    positions that hold nothing would cost that in every step.
+    Goes layer by layer, so that two whole caches never exist. A copy costs as much as two decode steps; attending to
+    empty positions would cost that in every step.
     """
     room = lambda s: min(self._config.chunk, self._config.max_new_tokens - s.length)
     needed = [len(s.prompt) + s.length + room(s) for s in self._live().values()] + [self._padded(p) for p, _ in work]
@@ -331,7 +265,7 @@ class Engine:
     return next(n for n in self._config.prefix_lengths if n >= len(prefix))
 
   def _prefill(self, work: list[_Work]) -> None:
-    """Puts each prefix into its slots; prefixes of one padded length go together."""
+    """Computes each prefix and copies it into its slots; prefixes of one padded length go together."""
     padded = lambda item: self._padded(item[0])
     for length, group in itertools.groupby(sorted(work, key=padded), key=padded):
       items, rows = list(group), self._programs.prefill_rows(length)

@@ -1,4 +1,4 @@
-"""The engine's compiled programs, by the sizes they are made for, and how their arguments lie on the mesh."""
+"""The engine's compiled programs, by size, and the layout of their arguments on the mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from async_rl.models import Policy
 from async_rl.models import param_shardings
 from async_rl.sampling import _decode
 from async_rl.sampling._config import SamplerConfig
-from async_rl.sampling._weights import prepare_weights
+from async_rl.sampling._prepare_weights import prepare_weights
 
 
 class Programs:
@@ -32,25 +32,27 @@ class Programs:
   a call can neither recompile nor transfer anything implicitly.
 
   Attributes:
-    shards: over how many devices the slots are split.
-    params: abstract weights as the programs take them, from `prepare_weights`.
-    raw_params: abstract weights as `Policy.init` gives them.
-    whole: sharding of what every device has.
-    rows: sharding of arrays with slots or prefixes as leading axis.
-    heads: sharding of keys and values.
+    shards: the number of devices over which the slots are split.
+    params: the abstract weights that the programs take, from `prepare_weights`.
+    raw_params: the abstract weights of `Policy.init`.
+    whole: the sharding of arrays that every device holds whole.
+    rows: the sharding of arrays whose leading axis is slots or prefixes.
+    heads: the sharding of keys and values.
 
   Args:
     policy: the architecture.
-    config: sizes and sampling distribution.
-    stop_ids: tokens that end a sample.
-    mesh: axes among ("data", "fsdp", "tensor").
+    config: the sizes and the sampling distribution.
+    stop_ids: the tokens that end a sample.
+    mesh: the devices, with axes among ("data", "fsdp", "tensor").
 
   Raises:
     ValueError: if the mesh cannot divide the slots.
   """
 
   def __init__(self, policy: Policy, config: SamplerConfig, stop_ids: tuple[int, ...], mesh: Mesh):
-    self._policy, self._config, self._stop_ids = dataclasses.replace(policy, mesh=mesh), config, stop_ids
+    self._policy = dataclasses.replace(policy, mesh=mesh)
+    self._config = config
+    self._stop_ids = stop_ids
     axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
     self.shards = math.prod(mesh.shape[axis] for axis in axes)
     if config.slots % self.shards:
@@ -69,11 +71,11 @@ class Programs:
     self._compiled: dict[tuple[Any, ...], Any] = {}
 
   def __len__(self) -> int:
-    """How many were compiled."""
+    """Returns the number of programs compiled so far."""
     return len(self._compiled)
 
   def compile_all(self, prefixes: tuple[int, ...]) -> None:
-    """Compiles all programs that prefixes of these padded lengths need."""
+    """Compiles every program that prefixes of these padded lengths need."""
     lengths, bind = self._config.lengths, functools.partial
     jobs: list[Callable[[], Any]] = [
       self.prepare,
@@ -82,29 +84,29 @@ class Programs:
     ]
     jobs += [bind(self.put, *pair) for pair in itertools.product(prefixes, lengths) if pair[0] <= pair[1]]
     jobs += [bind(self.resize, *pair) for pair in itertools.permutations(lengths, 2)]
-    # In threads, since the compiler lets go of the GIL; but on a GPU it times kernels, and must be alone for that.
+    # In threads, since the compiler releases the GIL; but on a GPU it times kernels, which must run alone.
     platform = self.whole.mesh.devices.flat[0].platform
     with concurrent.futures.ThreadPoolExecutor(1 if platform == "gpu" else None) as pool:
       for future in [pool.submit(job) for job in jobs]:
         future.result()
 
   def prefill_rows(self, prefix: int) -> int:
-    """Prefixes in one prefill: as many as make `prefill_tokens`, at most what can be free at once."""
+    """Returns the number of prefixes in one prefill: as many as make `prefill_tokens`, at most one per group."""
     rows = max(1, min(self._config.prefill_tokens // prefix, self._config.slots // self._config.group_size))
     return -(-rows // self.shards) * self.shards
 
   def init_cache(self, length: int) -> Cache:
-    """An empty cache. Called once, not kept."""
+    """Returns an empty cache. The program is not kept, since it runs once."""
     init = functools.partial(self._policy.init_cache, self._config.slots, length)
     return jax.jit(init, out_shardings=self.heads)()
 
   def prepare(self) -> Callable[..., Any]:
-    """`prepare_weights`: raw params -> params."""
+    """Returns the program of `prepare_weights`: raw params -> params."""
     function = functools.partial(prepare_weights, self._policy)
     return self._get(("prepare",), lambda: jax.jit(function, out_shardings=self.param_shardings).lower(self.raw_params))
 
   def prefill(self, prefix: int) -> Callable[..., Any]:
-    """`_decode.prefill` of prefixes padded to this length: params, tokens -> keys and values."""
+    """Returns the program of `_decode.prefill` at this padded length: params, tokens -> keys and values."""
     function = functools.partial(_decode.prefill, self._policy)
     tokens = self._integers((self.prefill_rows(prefix), prefix), self.rows)
     return self._get(
@@ -112,7 +114,7 @@ class Programs:
     )
 
   def put(self, prefix: int, length: int) -> Callable[..., Any]:
-    """`_decode.put` into a cache of this length: a layer's cache (donated), new, rows, slots -> cache."""
+    """Returns the program of `_decode.put` at these lengths: a layer's cache (donated), new, rows, slots -> cache."""
     rows = self.prefill_rows(prefix)
     index = self._integers((rows * self._config.group_size,), self.whole)
     layers = self._layer(self._config.slots, length), self._layer(rows, prefix)
@@ -120,12 +122,12 @@ class Programs:
     return self._get(("put", prefix, length), lambda: jitted.lower(*layers, index, index))
 
   def resize(self, old: int, new: int) -> Callable[..., Any]:
-    """`_decode.resize`: a layer's cache -> a layer's cache."""
+    """Returns the program of `_decode.resize`: a layer's cache -> a layer's cache."""
     jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self.heads)
     return self._get(("resize", old, new), lambda: jitted.lower(self._layer(self._config.slots, old)))
 
   def decode(self, length: int) -> Callable[..., Any]:
-    """`_decode.decode_chunk` on a cache of this length: params, cache (donated), slots, version -> cache, drawn."""
+    """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version -> cache, drawn."""
     function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
     cache = (self._layer(self._config.slots, length),) * self._policy.config.num_layers
     slots = _abstract(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
@@ -148,7 +150,7 @@ class Programs:
 
 
 def _abstract(tree: Any, shardings: Any) -> Any:
-  """Shapes and dtypes of `tree` with shardings: one for all, or a tree of them."""
+  """Returns the shapes and dtypes of `tree` with shardings: one for all leaves, or a tree of them."""
   if isinstance(shardings, NamedSharding):
     shardings = jax.tree.map(lambda _: shardings, tree)
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)

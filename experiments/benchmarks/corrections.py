@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from async_rl import learning
+from async_rl import sampling
 from async_rl.runtime import Parts
 from async_rl.types import Batch
 from async_rl.types import Group
@@ -40,7 +41,7 @@ Params = Any
 def sample(parts: Parts, tickets: Sequence[int]) -> list[Group]:
   """Finished groups under the engine's current weights."""
   requests = [parts.request(ticket) for ticket in tickets]
-  completions, size = parts.engine.generate(requests), parts.experiment.samples
+  completions, size = sampling.generate(parts.engine, requests), parts.experiment.samples
   groups = []
   for i, request in enumerate(requests):
     own = tuple(completions[i * size : (i + 1) * size])

@@ -41,6 +41,7 @@ from async_rl.models import Params
 from async_rl.models import Policy
 from async_rl.sampling import Engine
 from async_rl.sampling import SamplerConfig
+from async_rl.sampling import generate
 from async_rl.sampling import prepare_weights
 from async_rl.types import Prompt
 from async_rl.types import Request
@@ -127,7 +128,7 @@ def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: f
     while not engine.idle:
       engine.step()
     start = time.perf_counter()
-    done = engine.generate([request(ticket) for ticket in range(3 * case.slots // 8)])
+    done = generate(engine, [request(ticket) for ticket in range(3 * case.slots // 8)])
     row["end_to_end_tokens_per_s"] = round(sum(len(d.tokens) for d in done) / (time.perf_counter() - start))
   return row
 

@@ -205,7 +205,7 @@ def sample_rows(parts: Parts, params: Any, prompts: int) -> Rows:
   prepared = jax.jit(functools.partial(sampling.prepare_weights, parts.policy))(params)
   parts.engine.set_weights(jax.device_get(prepared), 0)
   requests = [parts.request(ticket) for ticket in range(prompts)]
-  completions = parts.engine.generate(requests)
+  completions = sampling.generate(parts.engine, requests)
   length = max(len(requests[c.ticket].tokens) + len(c.tokens) for c in completions)
   length = -(-length // 128) * 128 if length > 128 else length
   tokens, mask = np.zeros((len(completions), length), np.int32), np.zeros((len(completions), length), bool)

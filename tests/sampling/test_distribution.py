@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from async_rl import sampling
-from async_rl.sampling._sample import draw
-from async_rl.sampling._sample import truncate
+from async_rl.sampling._draw import invert_cdf
+from async_rl.sampling._draw import truncate_logits
 
 CONFIG = functools.partial(sampling.SamplerConfig, slots=4, group_size=2, max_prompt_tokens=8, max_new_tokens=8)
 VOCAB = 300  # three blocks, the last one not full
@@ -26,7 +26,7 @@ def softmax(x):
 
 def counts(logits, config, draws):
   uniforms = jax.random.uniform(jax.random.key(3), (draws, 2))
-  tokens, logprobs = jax.jit(lambda x, u: sampling.sample(x, u, config))(np.repeat(logits, draws, 0), uniforms)
+  tokens, logprobs = jax.jit(lambda x, u: sampling.draw_tokens(x, u, config))(np.repeat(logits, draws, 0), uniforms)
   return np.bincount(tokens, minlength=VOCAB), np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -61,7 +61,7 @@ def test_tokens_rarer_than_the_spacing_of_uniforms_keep_their_probability():
   logits[0, :128] = -1e30
   logits[0, 0] = 0.0
   uniforms = np.stack([np.full(4096, 1 - 2**-24), np.arange(4096) / 4096], -1).astype(np.float32)
-  tokens = np.asarray(draw(jnp.asarray(np.repeat(logits, 4096, 0)), jnp.asarray(uniforms)))
+  tokens = np.asarray(invert_cdf(jnp.asarray(np.repeat(logits, 4096, 0)), jnp.asarray(uniforms)))
   assert set(tokens) == set(range(256, 384))  # the last block, evenly
   assert np.ptp(np.bincount(tokens)[256:]) <= 1
 
@@ -73,13 +73,13 @@ def test_impossible_tokens_are_never_drawn(uniform):
   allowed = rng.random(logits.shape) < 0.02
   allowed[:, 77] = True
   logits = np.where(allowed, logits, -1e30).astype(np.float32)
-  tokens = np.asarray(draw(jnp.asarray(logits), jnp.full((256, 2), uniform, jnp.float32)))
+  tokens = np.asarray(invert_cdf(jnp.asarray(logits), jnp.full((256, 2), uniform, jnp.float32)))
   assert allowed[np.arange(256), tokens].all()
 
 
 def test_greedy_takes_the_most_likely_token_with_its_probability_at_temperature_one():
   logits = logits_of(4, 5)
-  tokens, logprobs = sampling.sample(jnp.asarray(logits), jnp.zeros((5, 2)), CONFIG(temperature=0.0))
+  tokens, logprobs = sampling.draw_tokens(jnp.asarray(logits), jnp.zeros((5, 2)), CONFIG(temperature=0.0))
   np.testing.assert_array_equal(tokens, logits.argmax(-1))
   np.testing.assert_allclose(logprobs, np.log(softmax(logits).max(-1)), atol=1e-6)
 
@@ -87,7 +87,7 @@ def test_greedy_takes_the_most_likely_token_with_its_probability_at_temperature_
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, None), (None, 0.8), (50, 0.5), (1000, None), (None, 1.0)])
 def test_truncation_keeps_the_most_likely_tokens(top_k, top_p):
   logits = logits_of(5, 3)
-  kept = np.isfinite(truncate(jnp.asarray(logits), top_k, top_p))
+  kept = np.isfinite(truncate_logits(jnp.asarray(logits), top_k, top_p))
   for row, mask in zip(logits, kept, strict=True):
     order = np.argsort(-row)
     order = order[: top_k or VOCAB]
@@ -99,7 +99,7 @@ def test_truncation_keeps_the_most_likely_tokens(top_k, top_p):
 
 def test_ties_with_the_last_token_kept_are_kept():
   logits = jnp.asarray([[0.0, 1.0, 1.0, 2.0, -1.0]])
-  np.testing.assert_array_equal(np.isfinite(truncate(logits, 2, None))[0], [False, True, True, True, False])
+  np.testing.assert_array_equal(np.isfinite(truncate_logits(logits, 2, None))[0], [False, True, True, True, False])
 
 
 @pytest.mark.parametrize("logprobs_of", ["plain", "truncated"])

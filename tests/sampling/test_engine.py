@@ -27,7 +27,7 @@ from async_rl.types import Request
 def test_logprobs_are_the_learners_in_float32(options):
   _, params = make()
   requests = requests_of(range(7))
-  completions = engine_of(**options).generate(requests)
+  completions = sampling.generate(engine_of(**options), requests)
   assert [(c.ticket, c.sample) for c in completions] == [(t, k) for t in range(7) for k in range(2)]
   assert len({len(c.tokens) for c in completions}) > 1, "lengths should be mixed"
   for c in completions:
@@ -42,7 +42,7 @@ def test_logprobs_are_the_learners_in_float32(options):
 def test_logprobs_are_near_the_learners_in_bfloat16():
   _, params = make("bfloat16")
   requests = requests_of(range(12))
-  completions = engine_of("bfloat16").generate(requests)
+  completions = sampling.generate(engine_of("bfloat16"), requests)
   errors = [c.logprobs - rescore(c, requests[c.ticket].tokens, params, "bfloat16") for c in completions]
   assert np.mean(np.abs(np.concatenate(errors))) <= 1e-2
 
@@ -50,7 +50,7 @@ def test_logprobs_are_near_the_learners_in_bfloat16():
 def test_greedy_decoding_follows_the_learners_argmax():
   policy, params = make()
   requests = requests_of(range(3))
-  for c in engine_of(temperature=0.0, group_size=1).generate(requests):
+  for c in sampling.generate(engine_of(temperature=0.0, group_size=1), requests):
     np.testing.assert_allclose(c.logprobs, rescore(c, requests[c.ticket].tokens, params, temperature=1.0), atol=1e-5)
     sequence = np.concatenate([requests[c.ticket].tokens, c.tokens])[None]
     positions = np.arange(sequence.shape[1])[None]
@@ -60,7 +60,7 @@ def test_greedy_decoding_follows_the_learners_argmax():
 
 
 def test_samples_end_at_a_stop_token_or_at_the_limit():
-  completions = engine_of().generate(requests_of(range(20), seed=1))
+  completions = sampling.generate(engine_of(), requests_of(range(20), seed=1))
   assert {c.finish for c in completions} == {STOP, LENGTH}
   for c in completions:
     assert not set(c.tokens[:-1]) & set(STOPS)
@@ -72,7 +72,7 @@ def test_single_tokens_follow_the_softmax_over_tickets_and_samples():
   policy, params = make()
   prompt = np.array([5, 9, 30], np.int32)
   engine = engine_of(slots=64, group_size=32, max_new_tokens=1, temperature=1.0)
-  completions = engine.generate([Request(t, prompt, Prompt(0, "", None)) for t in range(128)])
+  completions = sampling.generate(engine, [Request(t, prompt, Prompt(0, "", None)) for t in range(128)])
   assert all(len(c.tokens) == 1 for c in completions)
   hidden = policy.hidden(params, prompt[None], np.ones((1, 3), np.int32), np.arange(3)[None])
   expected = np.asarray(jax.nn.softmax(policy.logits(params, hidden)[0, -1]), np.float64) * len(completions)
@@ -86,8 +86,8 @@ def test_single_tokens_follow_the_softmax_over_tickets_and_samples():
 def test_a_sample_is_the_same_in_any_company():
   """Bit for bit in the same programs: other slots, neighbors, arrival and weights' copies do not matter."""
   engine = engine_of()
-  together = engine.generate(requests_of(range(9)))
-  alone = [c for t in reversed(range(9)) for c in engine.generate(requests_of([t]))]
+  together = sampling.generate(engine, requests_of(range(9)))
+  alone = [c for t in reversed(range(9)) for c in sampling.generate(engine, requests_of([t]))]
   same(together, sorted(alone, key=lambda c: (c.ticket, c.sample)))
   arrived: list = []
   for request in requests_of([4, 0, 8, 1, 2, 3, 5, 6, 7]):
@@ -100,14 +100,15 @@ def test_a_sample_is_the_same_in_any_company():
 
 @pytest.mark.parametrize("options", [{"slots": 11, "chunk": 40}, {"length_buckets": 3}])
 def test_a_sample_is_the_same_under_other_sizes(options):
-  same(engine_of().generate(requests_of(range(9))), engine_of(**options).generate(requests_of(range(9))), exact=False)
+  expected = sampling.generate(engine_of(), requests_of(range(9)))
+  same(expected, sampling.generate(engine_of(**options), requests_of(range(9))), exact=False)
 
 
 def test_seed_ticket_and_sample_all_change_what_is_drawn():
   prompt = np.arange(5, 15, dtype=np.int32)
   requests = [Request(t, prompt, Prompt(0, "", None)) for t in (0, 1, 2**32 - 1)]
-  completions = engine_of().generate(requests)
-  other = engine_of(seed=5).generate(requests)
+  completions = sampling.generate(engine_of(), requests)
+  other = sampling.generate(engine_of(seed=5), requests)
   assert len({tuple(c.tokens) for c in completions + other}) == len(completions + other) == 12
 
 
@@ -122,7 +123,7 @@ def test_nothing_compiles_or_moves_implicitly_after_warmup():
   with jax.transfer_guard("disallow"):
     engine.set_weights(params, 0)
     for longest in (3, 20, 1, 12):
-      engine.generate(requests_of(range(5), longest, longest))
+      sampling.generate(engine, requests_of(range(5), longest, longest))
       engine.set_weights(params, longest)
   assert engine.compilations == compilations
   assert not backend
@@ -132,7 +133,7 @@ def test_counters():
   engine = engine_of()
   before = vars(engine.counters).copy()
   requests = requests_of(range(8))
-  completions = engine.generate(requests)
+  completions = sampling.generate(engine, requests)
   change = {name: value - before[name] for name, value in vars(engine.counters).items()}
   assert change["tokens"] == sum(len(c.tokens) for c in completions)
   assert change["prefill_tokens"] == sum(len(r.tokens) for r in requests)
@@ -153,7 +154,7 @@ def test_room_and_idleness():
   engine.submit(requests_of([3])[0])
   assert engine.free == 0
   with pytest.raises(RuntimeError, match="idle"):
-    engine.generate([])
+    sampling.generate(engine, [])
   while not engine.idle:
     engine.step()
   assert engine.free == 6
@@ -194,19 +195,19 @@ def test_bad_weights_and_tokens_are_refused():
 
 def test_weights_may_be_prepared_elsewhere_and_the_originals_donated():
   policy, params = make()
-  expected = engine_of().generate(requests_of(range(3)))
+  expected = sampling.generate(engine_of(), requests_of(range(3)))
   engine = sampling.Engine(policy, CONFIG, STOPS, pad_id=0)
   mine = jax.tree.map(jnp.copy, params)
   engine.set_weights(mine, 3)
   for leaf in jax.tree.leaves(mine):
     leaf.delete()
-  same(engine.generate(requests_of(range(3))), expected)
+  same(sampling.generate(engine, requests_of(range(3))), expected)
   mine = jax.tree.map(jnp.copy, params)
   prepared = jax.jit(functools.partial(sampling.prepare_weights, policy))(mine)
   for leaf in jax.tree.leaves(mine):
     leaf.delete()
   engine.set_weights(prepared, 3)
-  same(engine.generate(requests_of(range(3))), expected)
+  same(sampling.generate(engine, requests_of(range(3))), expected)
 
 
 def test_prepared_weights_keep_norms_in_float32():

@@ -30,7 +30,7 @@ def engine_on(devices, **axes):
 
 @pytest.fixture(scope="module")
 def expected():
-  return engine_on(jax.devices()[3:4], data=1).generate(requests_of(range(10)))
+  return sampling.generate(engine_on(jax.devices()[3:4], data=1), requests_of(range(10)))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_samples_are_those_of_one_device(axes, expected):
   engine.warmup()
   compilations = engine.compilations
   with jax.transfer_guard("disallow"):
-    same(engine.generate(requests_of(range(10))), expected, exact=False)
+    same(sampling.generate(engine, requests_of(range(10))), expected, exact=False)
   assert engine.compilations == compilations
 
 

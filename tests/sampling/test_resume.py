@@ -218,7 +218,7 @@ def test_nothing_compiles_or_moves_implicitly_after_warmup():
 def test_context_is_bounded():
   engine = engine_of()
   request = requests_of([3])[0]
-  completion = next(c for c in engine.generate([request]) if c.finish == STOP)
+  completion = next(c for c in sampling.generate(engine, [request]) if c.finish == STOP)
   room = 28 - len(completion.tokens)
   assert engine.room(completion) == room
   with pytest.raises(ValueError, match=f"{room} more leave nothing to draw of max_new_tokens=28"):

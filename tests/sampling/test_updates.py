@@ -92,7 +92,7 @@ def test_updates_do_not_compile_after_warmup():
   with jax.transfer_guard("disallow"):
     run_with_updates(engine, requests_of(range(6)), every=1)
     engine.set_weights(prepared, 9)
-    engine.generate(requests_of(range(2)))
+    sampling.generate(engine, requests_of(range(2)))
   assert engine.compilations == compilations
 
 
@@ -120,7 +120,7 @@ def test_restored_samples_go_on_as_if_nothing_had_happened(steps):
   requests = requests_of(range(8))
   engine = engine_of()
   engine.set_weights(weights(0), 0)
-  expected = engine.generate(requests)
+  expected = sampling.generate(engine, requests)
   completions, state = interrupted(engine, engine_of(slots=11, chunk=40), requests, steps)
   same(completions, expected, exact=False)
   if steps == 0:

@@ -1,4 +1,4 @@
-"""One token per row from float32 logits, and its log-probability."""
+"""Drawing one token per row from float32 logits, with random numbers that depend on the sample alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,35 @@ Array = jax.Array
 _BLOCK = 128
 
 
-def sample(logits: Array, uniforms: Array, config: SamplerConfig) -> tuple[Array, Array]:
+def sample_key(seed: int, ticket: Array, sample: Array) -> Array:
+  """Returns the random key of one sample: it depends on nothing else, such as slots or neighbors.
+
+  Args:
+    seed: the run's seed.
+    ticket: uint32 [], the ticket of the sample's group.
+    sample: uint32 [], the index of the sample in its group.
+  """
+  root = jax.random.key(seed, impl="threefry2x32")
+  return jax.random.fold_in(jax.random.fold_in(root, ticket), sample)
+
+
+def token_uniforms(key: Array, index: Array) -> Array:
+  """Returns the random numbers of one token, float32 [2] in [0, 1).
+
+  Args:
+    key: the sample's key, from `sample_key`.
+    index: int32 [], the index of the token in its completion.
+  """
+  return jax.random.uniform(jax.random.fold_in(key, index), (2,))
+
+
+def draw_tokens(logits: Array, uniforms: Array, config: SamplerConfig) -> tuple[Array, Array]:
   """Draws from softmax(logits / temperature), truncated where asked.
 
   Args:
     logits: float32 [B, V].
-    uniforms: float32 [B, 2] in [0, 1); fixes what is drawn.
-    config: temperature, top_k, top_p, logprobs_of.
+    uniforms: float32 [B, 2] in [0, 1), from `token_uniforms`; they fix the tokens.
+    config: the temperature, top_k, top_p and logprobs_of.
 
   Returns:
     tokens int32 [B] and their log-probabilities float32 [B], as `SamplerConfig` defines them.
@@ -28,15 +50,15 @@ def sample(logits: Array, uniforms: Array, config: SamplerConfig) -> tuple[Array
     return tokens.astype(jnp.int32), _logprobs(logits, tokens)
   plain = logits / config.temperature
   if config.top_k is None and config.top_p is None:
-    tokens = draw(plain, uniforms)
+    tokens = invert_cdf(plain, uniforms)
     return tokens, _logprobs(plain, tokens)
-  truncated = truncate(plain, config.top_k, config.top_p)
-  tokens = draw(truncated, uniforms)
+  truncated = truncate_logits(plain, config.top_k, config.top_p)
+  tokens = invert_cdf(truncated, uniforms)
   return tokens, _logprobs(plain if config.logprobs_of == "plain" else truncated, tokens)
 
 
-def draw(logits: Array, uniforms: Array) -> Array:
-  """Inverse-CDF sampling from softmax(logits) in two levels: a block of 128 tokens, then a token of the block.
+def invert_cdf(logits: Array, uniforms: Array) -> Array:
+  """Samples from softmax(logits) by inverting its CDF in two levels: a block of 128 tokens, then one of its tokens.
 
   One pass over the vocabulary instead of a sort or of V random numbers. Each level has a uniform of its own, so
   that tokens rarer than the 2**-23 spacing of a float32 uniform keep their probability.
@@ -56,8 +78,8 @@ def draw(logits: Array, uniforms: Array) -> Array:
   return (block * _BLOCK + _invert(inside, uniforms[:, 1])).astype(jnp.int32)
 
 
-def truncate(logits: Array, top_k: int | None, top_p: float | None) -> Array:
-  """Logits [B, V] with those outside `top_k`, and of the rest those outside `top_p`, set to -inf; ties are kept."""
+def truncate_logits(logits: Array, top_k: int | None, top_p: float | None) -> Array:
+  """Sets logits [B, V] outside `top_k`, and of the rest those outside `top_p`, to -inf; ties are kept."""
   if top_k is not None:
     least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
     logits = jnp.where(logits >= least, logits, -jnp.inf)
@@ -71,7 +93,7 @@ def truncate(logits: Array, top_k: int | None, top_p: float | None) -> Array:
 
 
 def _invert(weights: Array, uniforms: Array) -> Array:
-  """First index at which the running sum of `weights` [B, N] exceeds uniforms [B] * total; int [B].
+  """Returns the first index at which the running sum of `weights` [B, N] exceeds uniforms [B] * total; int [B].
 
   A zero weight is never chosen, whatever the rounding: a parallel running sum need not be monotone in its last bit.
   """

@@ -1,4 +1,4 @@
-"""The form of the weights that the sampler runs on."""
+"""The form in which samplers take the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_rl.models import unstack_layers
 
 
 def prepare_weights(policy: Policy, params: Params) -> Params:
-  """The sampler's copy of the master weights: layers unstacked, matrices and biases in the compute dtype.
+  """Returns the sampler's copy of the master weights: layers unstacked, matrices and biases in the compute dtype.
 
   Scales of norms stay float32, as the learner uses them, so that the two agree on every log-probability as far as
   the dtype allows. Traceable: run it under `jit` where the master weights live, and half of the bytes travel.
@@ -17,6 +17,6 @@ def prepare_weights(policy: Policy, params: Params) -> Params:
 
   Args:
     policy: the architecture.
-    params: from `Policy.init`.
+    params: the parameters, as from `Policy.init`.
   """
   return as_used(unstack_layers(params), policy.dtype)
