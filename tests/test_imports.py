@@ -14,10 +14,11 @@ ALLOWED = {
   "types": set(),
   "_validation": set(),
   "_arrays": {"_validation"},
+  "_monitor": set(),
   "stabilizers": {"_arrays", "_validation"},
   "losses": {"_arrays", "_validation"},
   "models": {"types"},
-  "tasks": {"types"},
+  "tasks": {"types", "_monitor"},
 }
 ALLOWED["sampling"] = ALLOWED["learning"] = {
   "types",
@@ -28,7 +29,7 @@ ALLOWED["sampling"] = ALLOWED["learning"] = {
   "models",
   "tasks",
 }
-ALLOWED["rollout"] = ALLOWED["recording"] = ALLOWED["sampling"] | {"sampling", "learning"}
+ALLOWED["rollout"] = ALLOWED["recording"] = ALLOWED["sampling"] | {"sampling", "learning", "_monitor"}
 ALLOWED["runtime"] = ALLOWED["rollout"] | {"rollout", "recording"}
 
 

@@ -1,6 +1,6 @@
 """What travels between sampler and learner: meshes, weight store, rollout buffer, scorers, ledger, schedule."""
 
-from async_rl.rollout._buffer import Closed as Closed
+from async_rl._monitor import Closed as Closed
 from async_rl.rollout._buffer import EndOfData as EndOfData
 from async_rl.rollout._buffer import RolloutBuffer as RolloutBuffer
 from async_rl.rollout._completion_arrays import completions_from_arrays as completions_from_arrays

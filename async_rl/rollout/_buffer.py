@@ -18,9 +18,6 @@ from __future__ import annotations
 import collections
 import heapq
 import math
-import threading
-import time
-from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -28,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl._monitor import Monitor
 from async_rl.rollout._completion_arrays import groups_from_arrays
 from async_rl.rollout._completion_arrays import groups_to_arrays
 from async_rl.types import Group
@@ -38,16 +36,12 @@ class EndOfData(Exception):
   """No further batch can be formed: the steps are done or the prompts are used up."""
 
 
-class Closed(RuntimeError):
-  """The run is ending; its cause, if there was one, is the `__cause__`."""
-
-
 class RolloutBuffer:
   """Thread-safe buffer between samplers and the learner of one process.
 
   A sampler calls `try_submit` (or `wait_submit` when it has nothing else to do), completes the group of that
   ticket, and calls `put` or `fail`. The learner calls `take(v)` for v = 0, 1, 2, ..., after it published its weights
-  of version v. Whoever fails calls `close(error)`, which wakes everybody.
+  of version v. A thread that fails calls `close(error)`, which wakes all waiters.
 
   Args:
     groups_per_step: G, groups trained by one optimizer step, >= 1.
@@ -68,9 +62,7 @@ class RolloutBuffer:
     self.max_lag = max_lag
     self._steps = steps
     self._limit = limit
-    self._changed = threading.Condition()
-    self._closed = False
-    self._error: BaseException | None = None
+    self._monitor = Monitor("the rollout buffer")
     self._next_ticket = 0
     self._submitted = 0
     self._taken = 0  # batches taken; the next one is for this learner version
@@ -87,10 +79,10 @@ class RolloutBuffer:
       sampler_version: version of the weights that the caller's sampler holds.
 
     Raises:
-      Closed: if the buffer was closed.
+      Closed: if the buffer was closed; or the error that it was closed with.
     """
-    with self._changed:
-      self._check_open()
+    with self._monitor:
+      self._monitor.check_open()
       return self._submit(sampler_version)
 
   def wait_submit(self, sampler_version: int, timeout: float | None = None) -> int | None:
@@ -101,45 +93,49 @@ class RolloutBuffer:
       `timeout` seconds.
 
     Raises:
-      Closed: if the buffer was closed.
+      Closed: if the buffer was closed; or the error that it was closed with.
     """
 
-    def ready() -> tuple[int | None] | None:
-      self._check_open()
-      ticket = self._submit(sampler_version)
-      return (ticket,) if ticket is not None or self._learner > sampler_version else None
+    ticket: int | None = None
 
-    result = self._wait(ready, timeout)
-    return result[0] if result else None
+    def ready() -> bool:
+      nonlocal ticket
+      ticket = self._submit(sampler_version)
+      return ticket is not None or self._learner > sampler_version
+
+    with self._monitor:
+      self._monitor.wait_for(ready, timeout)
+      self._monitor.check_open()
+      return ticket
 
   def put(self, group: Group) -> None:
     """Hands in a finished group.
 
     Raises:
       ValueError: if its ticket is not out, or a token is older than the weights it was submitted with.
-      Closed: if the buffer was closed.
+      Closed: if the buffer was closed; or the error that it was closed with.
     """
     ticket = group.request.ticket
     oldest = min((int(c.versions[c.mask].min()) for c in group.completions if c.mask.any()), default=None)
-    with self._changed:
-      self._check_open()
+    with self._monitor:
+      self._monitor.check_open()
       self._check_out(ticket)
       if oldest is not None and oldest < self._stamps[ticket]:
         raise ValueError(
           f"group {ticket} has a token of version {oldest}, but was submitted with weights of {self._stamps[ticket]}"
         )
       self._complete[ticket] = group
-      self._changed.notify_all()
+      self._monitor.notify()
 
   def fail(self, ticket: int, reason: str) -> None:
     """Gives up a group; another one is submitted in its place, and the failure is counted under `reason`."""
-    with self._changed:
-      self._check_open()
+    with self._monitor:
+      self._monitor.check_open()
       self._check_out(ticket)
       del self._stamps[ticket]
       self._submitted -= 1
       self._failures[reason] += 1
-      self._changed.notify_all()
+      self._monitor.notify()
 
   def take(self, version: int, timeout: float | None = None, tickets: Collection[int] | None = None) -> list[Group]:
     """Waits for the batch of step `version` and returns its groups, ordered by ticket.
@@ -152,23 +148,22 @@ class RolloutBuffer:
     Raises:
       EndOfData: if no further batch can be formed.
       TimeoutError: after `timeout` seconds.
-      Closed: if the buffer was closed; the error it was closed with, if there was one, is raised itself.
+      Closed: if the buffer was closed; or the error that it was closed with.
       ValueError: if it is not this version's turn, or training `tickets` now would break the lag bound.
     """
 
     def ready() -> list[int] | None:
-      self.check()
-      self._check_open()
       if self._taken == self._steps or len(self._stamps) + self._remaining() < self.groups_per_step:
         raise EndOfData(f"the data ended after {self._taken} steps, with {len(self._stamps)} groups left")
       return self._choose() if tickets is None else self._choose_these(tickets)
 
-    with self._changed:
+    with self._monitor:
       if version != self._taken:
         raise ValueError(f"take({version}) out of turn: the next batch is that of version {self._taken}")
       self._learner = version
-      self._changed.notify_all()
-      chosen = self._wait(ready, timeout)
+      self._monitor.notify()
+      chosen = self._monitor.wait_for(ready, timeout)
+      self._monitor.check_open()
       if chosen is None:
         raise TimeoutError(f"no batch for step {version} within {timeout} s: {self._describe()}")
       self._taken += 1
@@ -177,20 +172,21 @@ class RolloutBuffer:
       return [self._complete.pop(ticket) for ticket in sorted(chosen)]
 
   def close(self, error: BaseException | None = None) -> None:
-    """Ends the run: wakes every waiting thread, with `error` as the cause. The first error wins."""
-    with self._changed:
-      self._closed = True
-      self._error = self._error or error
-      self._changed.notify_all()
+    """Ends the run and wakes all waiters; `error` is raised in every thread that uses the buffer after it."""
+    self._monitor.close(error)
 
-  def check(self) -> None:
+  @property
+  def closed(self) -> bool:
+    """Whether `close` was called."""
+    return self._monitor.closed
+
+  def raise_error(self) -> None:
     """Raises the error that the buffer was closed with, if there was one."""
-    if self._error is not None:
-      raise self._error
+    self._monitor.raise_error()
 
   def counts(self) -> dict[str, int]:
     """Groups by state: `submitted` (failed ones excluded), `pending`, `complete`, `trained`, `failed`."""
-    with self._changed:
+    with self._monitor:
       return {
         "submitted": self._submitted,
         "pending": len(self._stamps) - len(self._complete),
@@ -201,17 +197,17 @@ class RolloutBuffer:
 
   def failures(self) -> dict[str, int]:
     """Failed groups by reason."""
-    with self._changed:
+    with self._monitor:
       return dict(self._failures)
 
   def groups(self) -> list[Group]:
     """The complete groups that wait to be trained, ordered by ticket."""
-    with self._changed:
+    with self._monitor:
       return [self._complete[ticket] for ticket in sorted(self._complete)]
 
   def state(self) -> dict[str, Any]:
     """Returns counters, tickets and complete groups as a tree of numpy arrays and numbers, for a checkpoint."""
-    with self._changed:
+    with self._monitor:
       complete = sorted(self._complete)
       pending = sorted(self._stamps.keys() - self._complete.keys())
       return {
@@ -221,8 +217,8 @@ class RolloutBuffer:
         "submitted": self._submitted,
         "taken": self._taken,
         "failures": dict(self._failures),
-        "pending": _table(pending, self._stamps),
-        "complete": _table(complete, self._stamps),
+        "pending": _table_from_stamps(pending, self._stamps),
+        "complete": _table_from_stamps(complete, self._stamps),
         "groups": groups_to_arrays(self._complete[ticket] for ticket in complete),
       }
 
@@ -245,8 +241,8 @@ class RolloutBuffer:
           f"the checkpoint was made with {name}={state[name]}, this run has {name}={getattr(self, name)}: "
           "resume with the old value"
         )
-    pending, complete = (dict(zip(*(state[k][c].tolist() for c in ("ticket", "version")))) for k in _TABLES)
-    with self._changed:
+    pending, complete = _stamps_from_table(state["pending"]), _stamps_from_table(state["complete"])
+    with self._monitor:
       self._next_ticket = state["next_ticket"]
       self._submitted = state["submitted"]
       self._taken = self._learner = state["taken"]
@@ -254,7 +250,7 @@ class RolloutBuffer:
       self._stamps = pending | complete
       self._complete = {g.request.ticket: g for g in groups_from_arrays(state["groups"], prompts)}
       self._resubmit = sorted(pending.keys() - set(in_flight))
-      self._changed.notify_all()
+      self._monitor.notify()
 
   # All below: with the lock held.
 
@@ -300,20 +296,6 @@ class RolloutBuffer:
     left = sorted(self._stamps[ticket] for ticket in self._stamps.keys() - set(chosen))
     return all(self._taken + 1 + i // self.groups_per_step <= u + self.max_lag for i, u in enumerate(left))
 
-  def _wait(self, ready: Callable[[], Any], timeout: float | None) -> Any:
-    start = time.monotonic()
-    with self._changed:
-      while (result := ready()) is None:
-        left = None if timeout is None else start + timeout - time.monotonic()
-        if left is not None and left <= 0:
-          return None
-        self._changed.wait(left)
-      return result
-
-  def _check_open(self) -> None:
-    if self._closed:
-      raise Closed("the rollout buffer was closed") from self._error
-
   def _check_out(self, ticket: int) -> None:
     if ticket not in self._stamps or ticket in self._complete or ticket in self._resubmit:
       raise ValueError(f"no group with ticket {ticket} is being sampled")
@@ -323,11 +305,12 @@ class RolloutBuffer:
     return f"{len(self._complete)} groups complete, {len(pending)} pending (the oldest: {pending[:4]})"
 
 
-_TABLES = ("pending", "complete")
-
-
-def _table(tickets: Sequence[int], stamps: dict[int, int]) -> dict[str, np.ndarray]:
+def _table_from_stamps(tickets: Sequence[int], stamps: dict[int, int]) -> dict[str, np.ndarray]:
   return {
     "ticket": np.asarray(tickets, np.int64),
     "version": np.asarray([stamps[ticket] for ticket in tickets], np.int32),
   }
+
+
+def _stamps_from_table(table: dict[str, np.ndarray]) -> dict[int, int]:
+  return dict(zip(table["ticket"].tolist(), table["version"].tolist(), strict=True))

@@ -17,6 +17,7 @@ import numpy as np
 
 from async_rl import models
 from async_rl import tasks
+from async_rl._monitor import Monitor
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -81,18 +82,16 @@ class RewardModelScorer:
     self.lengths = tuple(sorted({-(-sum(limits) * i // lengths) for i in range(1, lengths + 1)}))
     for length in self.lengths:
       self._values([[0]] * rows, length)
-    self._changed = threading.Condition()
+    self._monitor = Monitor("the reward-model scorer")
     self._waiting: dict[int, collections.deque[_Job]] = {length: collections.deque() for length in self.lengths}
     self._failures: collections.Counter[str] = collections.Counter()
-    self._closed = False
-    self._error: Exception | None = None
     self._thread = threading.Thread(target=self._serve, name="reward-model", daemon=True)
     self._thread.start()
 
   @property
   def failures(self) -> dict[str, int]:
     """How many scores failed so far, by reason."""
-    with self._changed:
+    with self._monitor:
       return dict(self._failures)
 
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[tasks.RewardResult]:
@@ -116,22 +115,18 @@ class RewardModelScorer:
       tokens = [*tokens[: self._limits.completion - 1], tokens[-1]]
     job = _Job(future, before + tokens)
     length = next(n for n in self.lengths if n >= len(job.tokens))
-    with self._changed:
-      if self._error is not None:
-        raise RuntimeError(f"The reward model failed: {self._error}") from self._error
-      if self._closed:
-        raise RuntimeError("this RewardModelScorer is closed: submit before close()")
+    with self._monitor:
+      self._monitor.check_open()
       self._waiting[length].append(job)
-      self._changed.notify_all()
+      self._monitor.notify()
     return future
 
   def close(self) -> None:
     """Cancels what waits. Idempotent; waits for the batch at hand."""
-    with self._changed:
-      self._closed = True
+    with self._monitor:
+      self._monitor.close()
       for job in itertools.chain(*self._waiting.values()):
         job.future.cancel()
-      self._changed.notify_all()
     self._thread.join()
 
   def __enter__(self) -> RewardModelScorer:
@@ -142,9 +137,8 @@ class RewardModelScorer:
 
   def _serve(self) -> None:
     while True:
-      with self._changed:
-        self._changed.wait_for(lambda: self._closed or any(self._waiting.values()))
-        if self._closed:
+      with self._monitor:
+        if not self._monitor.wait_for(lambda: any(self._waiting.values())):
           return
         length, queue = max(self._waiting.items(), key=lambda item: len(item[1]))
         jobs = [queue.popleft() for _ in range(min(self._rows, len(queue)))]
@@ -160,13 +154,15 @@ class RewardModelScorer:
   def _result(self, value: float) -> tasks.RewardResult:
     if math.isfinite(value):
       return tasks.RewardResult(value)
-    with self._changed:
+    with self._monitor:
       self._failures["non-finite"] += 1
     return tasks.RewardResult(0.0, True, f"non-finite reward {value}")
 
   def _give_up(self, error: Exception, jobs: list[_Job]) -> None:
-    with self._changed:
-      self._error = error
+    failure = RuntimeError(f"The reward model failed: {error}")
+    failure.__cause__ = error
+    with self._monitor:
+      self._monitor.close(failure)
       waiting = [job for queue in self._waiting.values() for job in queue if job.future.set_running_or_notify_cancel()]
     for job in [*jobs, *waiting]:
       job.future.set_exception(error)

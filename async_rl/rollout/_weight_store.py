@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from async_rl._monitor import Monitor
 from async_rl.models import split_trainable
-from async_rl.rollout._buffer import Closed
 
 Params = Any
 
@@ -48,14 +47,12 @@ class WeightStore:
     self._prepare_frozen = jax.jit(lambda params: split_trainable(prepare(params))[1], out_shardings=frozen)
     self._frozen: Params = None if frozen else {}  # on the generation mesh, once it is there
     self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-    self._changed = threading.Condition()
+    self._monitor = Monitor("the weight store")
     self._newest: tuple[int, Params] = (-1, None)
     self._published = -1
     self._push_seconds, self._push_bytes = 0.0, 0
     self._ready_at = math.inf
     self._pushing = False
-    self._closed = False
-    self._error: BaseException | None = None
 
   def publish(self, version: int, params: Params) -> None:
     """Starts moving `params`; waits only if the version before is still on its way.
@@ -68,11 +65,11 @@ class WeightStore:
       Exception: whatever the push before failed with.
       Closed: if the store was closed.
     """
-    with self._changed:
+    with self._monitor:
       if version <= self._published:
         raise ValueError(f"version {version} is published after version {self._published}")
-      self._changed.wait_for(lambda: self._over() or not self._pushing)
-      self._check()
+      self._monitor.wait_for(lambda: not self._pushing)
+      self._monitor.check_open()
     staged = self._prepare(params)
     if self._frozen is None:
       staged |= self._prepare_frozen(params)
@@ -93,9 +90,9 @@ class WeightStore:
       Closed: if the store was closed.
       TimeoutError: if there are no weights at all within `timeout`.
     """
-    with self._changed:
-      self._changed.wait_for(lambda: self._over() or self._newest[0] >= at_least, timeout)
-      self._check()
+    with self._monitor:
+      self._monitor.wait_for(lambda: self._newest[0] >= at_least, timeout)
+      self._monitor.check_open()
       if self._newest[0] < 0:
         raise TimeoutError(f"no weights within {timeout} s")
       return self._newest
@@ -116,10 +113,8 @@ class WeightStore:
     return self._push_bytes
 
   def close(self) -> None:
-    """Wakes everybody that waits here, and lets go of the parameters."""
-    with self._changed:
-      self._closed = True
-      self._changed.notify_all()
+    """Wakes all waiters and releases the parameters."""
+    self._monitor.close()
     self._thread.shutdown()
     self._newest, self._frozen = (-1, None), None
 
@@ -133,24 +128,15 @@ class WeightStore:
       seconds = time.monotonic() - start
       if self._frozen is None:
         self._frozen = split_trainable(moved)[1]
-      with self._changed:
+      with self._monitor:
         self._newest = (version, {**self._frozen, **moved})
         self._push_seconds, self._push_bytes = seconds, sum(leaf.nbytes for leaf in leaves)
     except BaseException as error:
-      self._error = error
+      self._monitor.close(error)
     finally:
-      with self._changed:
+      with self._monitor:
         self._pushing = False
-        self._changed.notify_all()
-
-  def _over(self) -> bool:
-    return self._closed or self._error is not None
-
-  def _check(self) -> None:
-    if self._error is not None:
-      raise self._error
-    if self._closed:
-      raise Closed("the weight store was closed")
+        self._monitor.notify()
 
 
 def _staging_sharding(target: NamedSharding, learner: Mesh) -> NamedSharding:

@@ -13,7 +13,7 @@ import numpy as np
 
 from async_rl import sampling
 from async_rl import tasks
-from async_rl.rollout._buffer import Closed
+from async_rl._monitor import Closed
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._completion_arrays import drawn_tokens
 from async_rl.rollout._ledger import Ledger
@@ -77,8 +77,9 @@ class Actor:
           start = time.monotonic()
           self._rest(store)
           self.rested += time.monotonic() - start
-    except Closed:
-      pass
+    except Closed as closed:
+      if not self._buffer.closed:  # another part of the run was closed too early
+        self._buffer.close(closed)
     except BaseException as error:
       self._buffer.close(error)
 

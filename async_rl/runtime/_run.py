@@ -356,7 +356,7 @@ class _Run:
     """Starts a checkpoint of the current version, the sampler paused between two chunks."""
     self._flush_metrics()
     with self.actor.paused():
-      self.buffer.check()
+      self.buffer.raise_error()
       held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))
       self.ledger.balance(held)
       host = {

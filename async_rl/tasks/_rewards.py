@@ -19,6 +19,7 @@ from typing import Any
 from typing import NamedTuple
 from typing import Protocol
 
+from async_rl._monitor import Monitor
 from async_rl.tasks._task import Task
 from async_rl.tasks._task import ToolTask
 from async_rl.types import Prompt
@@ -169,13 +170,11 @@ class RewardPool:
     self.failure_value = failure_value
     self._capacity = capacity
     self._boot = (memory_bytes, pickle.dumps(task))
-    self._lock = threading.Condition()
+    self._monitor = Monitor("the reward pool")
     self._waiting: dict[str, collections.deque[tuple[Future[Any], _Job]]] = {
       name: collections.deque() for name in CALLS
     }
     self._failures: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in CALLS}
-    self._closed = False
-    self._broken: Exception | None = None
     self._workers = [_Worker(self._boot) for _ in range(workers)]
     self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(workers)]
     for thread in self._threads:
@@ -184,13 +183,13 @@ class RewardPool:
   @property
   def failures(self) -> dict[str, int]:
     """How many judgments failed so far, by the first word of the reason."""
-    with self._lock:
+    with self._monitor:
       return dict(self._failures["reward"])
 
   @property
   def tool_failures(self) -> dict[str, int]:
     """How many calls of tools failed so far, likewise."""
-    with self._lock:
+    with self._monitor:
       return dict(self._failures["respond"])
 
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
@@ -208,25 +207,24 @@ class RewardPool:
   def _submit(self, job: _Job) -> Future[Any]:
     future: Future[Any] = Future()
     if not self._threads:
-      self._check_open()
+      self._monitor.check_open()
       future.set_result(self._counted(job, CALLS[job[0]][0](self._task, *job[1])))
       return future
-    with self._lock:
-      self._lock.wait_for(lambda: self._closed or self._broken or self._count() < self._capacity)
-      self._check_open()
+    with self._monitor:
+      self._monitor.wait_for(lambda: self._count() < self._capacity)
+      self._monitor.check_open()
       self._waiting[job[0]].append((future, job))
-      self._lock.notify_all()
+      self._monitor.notify()
     return future
 
   def close(self) -> None:
     """Kills the workers and cancels what waits. Idempotent; never waits for a reward."""
-    with self._lock:
-      self._closed = True
+    with self._monitor:
+      self._monitor.close()
       for future, _ in self._take_waiting():
         future.cancel()
       for worker in self._workers:
         worker.signal()
-      self._lock.notify_all()
     for thread in self._threads:
       thread.join(timeout=10)
 
@@ -235,12 +233,6 @@ class RewardPool:
 
   def __exit__(self, *exc_info) -> None:
     self.close()
-
-  def _check_open(self) -> None:
-    if self._broken:
-      raise RuntimeError(str(self._broken)) from self._broken
-    if self._closed:
-      raise RuntimeError("this RewardPool is closed: submit before close()")
 
   def _count(self) -> int:
     """How many calls wait."""
@@ -255,19 +247,18 @@ class RewardPool:
   def _counted(self, job: _Job, result: Any) -> Any:
     if not result.failed:
       return result
-    with self._lock:
+    with self._monitor:
       self._failures[job[0]][result.reason.split()[0]] += 1
     return result._replace(value=self.failure_value) if job[0] == "reward" else result
 
   def _serve(self, index: int) -> None:
     """The thread of one worker: hands it one job at a time until the pool closes."""
     while True:
-      with self._lock:
-        self._lock.wait_for(lambda: self._closed or self._count())
-        if self._closed:
+      with self._monitor:
+        if not self._monitor.wait_for(self._count):
           break
         future, job = next(self._take_waiting())
-        self._lock.notify_all()
+        self._monitor.notify()
       if not future.set_running_or_notify_cancel():
         continue
       try:
@@ -292,28 +283,27 @@ class RewardPool:
       reason = f"timeout after {self._timeout_s} s"
     except (EOFError, ConnectionError):
       reason = f"died with exit status {worker.kill()}"
-    if self._closed:
+    if self._monitor.closed:
       return _failed(job, _CLOSED)
     self._replace(index)
     return _failed(job, reason)
 
   def _replace(self, index: int) -> _Worker:
     self._workers[index].kill()
-    with self._lock:  # close() kills what it sees; a worker started after it would be left behind
-      if not self._closed:
+    with self._monitor:  # close() kills what it sees; a worker started after it would be left behind
+      if not self._monitor.closed:
         self._workers[index] = _Worker(self._boot)
     return self._workers[index]
 
   def _give_up(self, error: RuntimeError, job: _Job) -> Any:
     """A worker that cannot start is no fault of a sample: the pool is broken, and everyone who waits is told."""
-    with self._lock:
-      if self._closed:
+    with self._monitor:
+      if self._monitor.closed:
         return _failed(job, _CLOSED)
-      self._broken = error
+      self._monitor.close(error)
       for future, _ in self._take_waiting():
         if future.set_running_or_notify_cancel():
           future.set_exception(error)
-      self._lock.notify_all()
     raise error
 
 

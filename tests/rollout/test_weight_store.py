@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from async_rl.rollout._buffer import Closed
+from async_rl._monitor import Closed
 from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._mesh import replicated
 from async_rl.rollout._weight_store import WeightStore
