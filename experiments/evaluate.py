@@ -70,9 +70,9 @@ def score(parts: Parts, params: Any, prompts: list[Prompt], samples: int, temper
   )
   engine = parts.make_engine(config, parts.meshes.generation)
   engine.set_weights(params, 0)
-  requests = [parts.encode(i, prompt) for i, prompt in enumerate(prompts)]
+  requests = [parts.encoder.encode(i, prompt) for i, prompt in enumerate(prompts)]
   with tasks.RewardPool(parts.task, e.reward_workers, e.reward_timeout) as pool:
-    groups = complete(parts, engine, requests, samples, pool)
+    groups = complete(engine, parts.encoder, requests, samples, pool)
   return np.array([[result.value for result in group.results] for group in groups])
 
 

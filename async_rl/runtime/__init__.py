@@ -1,8 +1,5 @@
 """A run: its experiment, the loop and what may come before it, supervised and reward-model training."""
 
-from async_rl.runtime._actor import Actor as Actor
-from async_rl.runtime._conversations import Conversations as Conversations
-from async_rl.runtime._conversations import Scored as Scored
 from async_rl.runtime._evaluation import complete as complete
 from async_rl.runtime._evaluation import evaluate as evaluate
 from async_rl.runtime._evaluation import mean_and_interval as mean_and_interval

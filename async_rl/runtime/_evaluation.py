@@ -12,10 +12,10 @@ from async_rl import learning
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
-from async_rl.runtime._conversations import Conversations
-from async_rl.runtime._conversations import Scored
-from async_rl.runtime._conversations import last_turn
-from async_rl.runtime._parts import UNTRAINED_TICKETS
+from async_rl.rollout._conversations import Conversations
+from async_rl.rollout._conversations import ScoredGroup
+from async_rl.rollout._prompts import UNTRAINED_TICKETS
+from async_rl.rollout._prompts import PromptEncoder
 from async_rl.runtime._parts import Parts
 from async_rl.types import LENGTH
 from async_rl.types import Group
@@ -30,29 +30,34 @@ def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def complete(
-  parts: Parts, engine: sampling.Sampler, requests: Sequence[Request], samples: int, rewards: tasks.RewardPool
-) -> list[Scored]:
+  engine: sampling.Sampler,
+  encoder: PromptEncoder,
+  requests: Sequence[Request],
+  samples: int,
+  rewards: tasks.RewardPool,
+) -> list[ScoredGroup]:
   """Completes `requests` with an idle engine under its current weights, a tool's turns included.
 
   Args:
-    parts: of the run.
     engine: the sampler.
-    requests: with distinct tickets.
+    encoder: the encoder of prompts and answers.
+    requests: the requests, of distinct tickets.
     samples: K, the engine's group size.
-    rewards: scores and answers; no answer changes what others get, since all are waited for after each chunk.
+    rewards: the pool that scores and answers; answers are awaited after every chunk, so samples cannot influence one
+      another.
 
   Returns:
     The groups in the order of the requests.
   """
-  conversations = Conversations(parts, engine, rewards, samples)
+  conversations = Conversations(engine, encoder, rewards, samples)
   for request in requests:
     conversations.submit(request)
   while not engine.idle:
     for completion in engine.step():
-      conversations.judge(completion)
-    conversations.take_up(wait=True)
-  conversations.settle()
-  return conversations.finished()
+      conversations.process_completion(completion)
+    conversations.resume_answered(wait=True)
+  conversations.wait_for_rewards()
+  return conversations.pop_complete()
 
 
 def evaluate(
@@ -82,8 +87,8 @@ def evaluate(
     drawn tokens) and `truncated` (share that hit the length limit). With `proxy` its mean reward; with `policy`,
     `kl_reference`, the mean over completions of log pi - log pi_ref: an unbiased estimate of the KL of whole sequences.
   """
-  requests = [parts.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
-  groups = complete(parts, engine, requests, samples, rewards)
+  requests = [parts.encoder.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
+  groups = complete(engine, parts.encoder, requests, samples, rewards)
   completions = [c for group in groups for c in group.completions]
   accuracy, interval = mean_and_interval(np.array([[r.value for r in group.results] for group in groups]).mean(axis=1))
   found = {
@@ -93,14 +98,15 @@ def evaluate(
     "truncated": float(np.mean([c.finish == LENGTH for c in completions])),
   }
   if proxy is not None:
-    futures = [proxy.submit(g.request.prompt, last_turn(parts, c), c.finish) for g in groups for c in g.completions]
+    decode = parts.encoder.decode_last_turn
+    futures = [proxy.submit(g.request.prompt, decode(c), c.finish) for g in groups for c in g.completions]
     found["proxy"] = float(np.mean([future.result().value for future in futures]))
   if policy is not None:
     found["kl_reference"] = _distance(parts, policy, groups)
   return found
 
 
-def _distance(parts: Parts, policy: models.Params, groups: Sequence[Scored]) -> float:
+def _distance(parts: Parts, policy: models.Params, groups: Sequence[ScoredGroup]) -> float:
   """Mean over completions of log pi - log pi_ref."""
   count = sum(len(group.completions) for group in groups)
   whole = [Group(g.request, g.completions, np.zeros(len(g.completions), np.float32)) for g in groups]

@@ -8,9 +8,9 @@ from typing import Any
 
 from async_rl import tasks
 from async_rl.recording._metrics import staleness_histogram
+from async_rl.rollout._actor import Actor
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._weight_store import WeightStore
-from async_rl.runtime._actor import Actor
 from async_rl.runtime._parts import Parts
 from async_rl.types import Group
 
@@ -63,7 +63,7 @@ class StepMeter:
       "time/weight_push": self._store.push_seconds,
       "bytes/weight_push": self._store.push_bytes,
       "idle/learner": min(1.0, self._idle / seconds),
-      "idle/generator": min(1.0, change["rested"] / seconds),
+      "idle/generator": min(1.0, change["generator_idle"] / seconds),
       "throughput/generated": change["generated"] / seconds,
       "throughput/trained": drawn / seconds,
       "sampler/occupancy": change["generated"] / max(change["slot_steps"], 1.0),
@@ -80,5 +80,5 @@ class StepMeter:
       "time": time.monotonic(),
       "generated": float(counters.tokens),
       "slot_steps": float(counters.slot_steps),
-      "rested": self._actor.rested,
+      "generator_idle": self._actor.idle_seconds,
     }

@@ -6,9 +6,7 @@ import dataclasses
 import functools
 import pathlib
 
-import grain
 import jax
-import numpy as np
 
 from async_rl import learning
 from async_rl import models
@@ -16,13 +14,11 @@ from async_rl import sampling
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.rollout._mesh import make_mesh
 from async_rl.rollout._mesh import make_meshes
+from async_rl.rollout._prompts import PromptEncoder
+from async_rl.rollout._prompts import PromptStream
 from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._experiment import Experiment
 from async_rl.types import Prompt
-from async_rl.types import Request
-
-#: Tickets of samples that are not trained on start here; their randomness never meets that of training.
-UNTRAINED_TICKETS = 2**31
 
 
 class Parts:
@@ -32,10 +28,10 @@ class Parts:
     experiment: where they come from.
     meshes: generation and learner mesh.
     task: the task.
-    multi_turn: whether it is a `tasks.ToolTask`.
     tokenizer: the tokenizer.
     policy: the architecture, its vocabulary cut to the tokenizer's.
-    prompts: training prompts, by id.
+    encoder: encodes prompts and tool answers, decodes completions.
+    prompts: the stream of training prompts.
     held_out: prompts of evaluations.
     learner: the learner step.
     engine: the sampler, on the generation mesh.
@@ -50,16 +46,12 @@ class Parts:
       0 if in_turn else experiment.generation_devices, fsdp=experiment.fsdp, tensor=experiment.tensor
     )
     self.task, self.tokenizer = experiment.task(), experiment.tokenizer()
-    self.multi_turn = hasattr(self.task, "respond")
     self.policy = models.limit_vocabulary(experiment.policy(), self.tokenizer.vocab_size)
-    self.prompts = self.task.prompts("train")
-    if not len(self.prompts):
-      raise ValueError(f"Task {self.task.name!r} has no training prompts; check its data folder and split.")
-    if self.multi_turn:
-      self.encode_turn(self.prompts[0], "?")  # a chat template that has no place for it says so before the run
+    self.encoder = PromptEncoder(
+      self.task, self.tokenizer, experiment.max_prompt_tokens, experiment.max_turns, experiment.tool_role
+    )
+    self.prompts = PromptStream(self.encoder, self.task.prompts("train"), experiment.seed, experiment.epochs)
     self.held_out = self._held_out()
-    shuffled = grain.MapDataset.range(len(self.prompts)).seed(experiment.seed).shuffle()
-    self._order = shuffled.repeat(experiment.epochs) if experiment.epochs else shuffled.repeat()
     self.learner = learning.Learner(
       self.policy,
       experiment.optimizer(),
@@ -101,37 +93,3 @@ class Parts:
     """A weight store from the learner mesh to the generation mesh."""
     prepare = functools.partial(sampling.prepare_weights, self.policy)
     return WeightStore(prepare, self.engine.weight_shardings, self.meshes.learner)
-
-  @property
-  def num_tickets(self) -> int | None:
-    """How many groups the data gives; `None` if it is repeated without end."""
-    return len(self._order) if self.experiment.epochs else None
-
-  def request(self, ticket: int) -> Request:
-    """The request with this running number: the prompts in an order shuffled anew in each epoch."""
-    return self.encode(ticket, self.prompts[int(self._order[ticket])])
-
-  def encode(self, ticket: int, prompt: Prompt) -> Request:
-    """A prompt as a request."""
-    tokens = np.asarray(self.tokenizer.encode_prompt(prompt.text), np.int32)
-    limit = self.experiment.max_prompt_tokens
-    if not 0 < len(tokens) <= limit:
-      raise ValueError(
-        f"Prompt {prompt.id} of task {self.task.name!r} has {len(tokens)} tokens; the limits are 1 and "
-        f"max_prompt_tokens={limit}. Raise max_prompt_tokens or leave such prompts out of the task."
-      )
-    return Request(ticket, tokens, prompt)
-
-  def encode_turn(self, prompt: Prompt, text: str) -> list[int]:
-    """A task's answer as the tokens that follow a turn of the model."""
-    if isinstance(prompt.text, str):
-      return self.tokenizer.encode(text)
-    role = self.experiment.tool_role
-    try:
-      return self.tokenizer.encode_turn(text, role)
-    except ValueError as error:
-      raise ValueError(f"A tool cannot answer as tool_role={role!r}, try another: {error}") from error
-
-  def decode(self, tokens: np.ndarray) -> str:
-    """Text of a turn, without its stop token."""
-    return self.tokenizer.decode(tokens.tolist())

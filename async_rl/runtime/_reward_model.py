@@ -16,13 +16,13 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import tasks
+from async_rl.rollout._prompts import UNTRAINED_TICKETS
 from async_rl.rollout._scorer import RewardModelScorer
 from async_rl.rollout._scorer import TextLimits
 from async_rl.rollout._scorer import encode_text
 from async_rl.runtime._fit import adam
 from async_rl.runtime._fit import fit
 from async_rl.runtime._fit import written
-from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
 from async_rl.types import STOP
 from async_rl.types import Group

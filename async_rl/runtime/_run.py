@@ -19,15 +19,16 @@ from async_rl.recording._metrics import MetricsWriter
 from async_rl.recording._progress import Progress
 from async_rl.recording._report import write_report
 from async_rl.recording._run_folder import RunFolder
+from async_rl.rollout._actor import Actor
 from async_rl.rollout._buffer import EndOfData
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._completion_arrays import drawn_tokens
+from async_rl.rollout._conversations import Conversations
 from async_rl.rollout._ledger import Ledger
 from async_rl.rollout._schedule import LAG_KINDS
 from async_rl.rollout._schedule import LagDistribution
 from async_rl.rollout._schedule import ScheduleRecorder
 from async_rl.rollout._schedule import read_schedule
-from async_rl.runtime._actor import Actor
 from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._kept import set_reference
@@ -94,7 +95,7 @@ class _Run:
     self.checkpoints = self.parts.make_checkpointer(folder.checkpoints)
     self.ledger = Ledger()
     self.buffer = RolloutBuffer(
-      experiment.groups, experiment.lag_bound, steps=experiment.steps, limit=self.parts.num_tickets
+      experiment.groups, experiment.lag_bound, steps=experiment.steps, limit=self.parts.prompts.num_tickets
     )
     self.store = self.parts.make_store()
     self.assigned: dict[int, list[int]] = {}  # simulated: tickets of batches still to be trained, by step
@@ -108,7 +109,7 @@ class _Run:
   def train(self) -> Summary:
     with contextlib.ExitStack() as stack:
       self._open(stack)
-      self.parts.engine.warmup(resumes=self.parts.multi_turn)
+      self.parts.engine.warmup(resumes=self.parts.encoder.has_tool)
       catch_signals(stack, self.wanted)
       if not self.version:
         self._evaluate()
@@ -134,7 +135,8 @@ class _Run:
     self.scorer = e.scorer(self.parts)
     if self.scorer is not None:
       stack.callback(self.scorer.close)
-    self.actor = Actor(self.parts, self.buffer, self.gold, self.ledger, self.recorder, self.scorer)
+    conversations = Conversations(self.parts.engine, self.parts.encoder, self.gold, e.samples, self.scorer)
+    self.actor = Actor(self.parts.engine, conversations, self.parts.prompts, self.buffer, self.ledger, self.recorder)
     self.meter = StepMeter(self.parts, self.buffer, self.store, self.actor, self.scorer or self.gold)
     stack.callback(self.buffer.close)
     if host:
@@ -195,7 +197,7 @@ class _Run:
     """Finishes all groups, and other ones in place of those that failed."""
     failed = True
     while failed:
-      self.actor.drain()
+      self.actor.finish_groups()
       complete = {group.request.ticket for group in self.buffer.groups()}
       failed = False
       for step, tickets in self.assigned.items():
@@ -238,11 +240,11 @@ class _Run:
               f"{e.lag} submits group {details[0]} out of turn; it is not a schedule of this experiment."
             )
         case "answer":
-          self.actor.take_up(which=(details[0], details[1]))
+          self.actor.resume_answered(only=(details[0], details[1]))
         case "chunk":
-          self.actor.advance()
+          self.actor.decode_chunk()
         case "train":
-          self.actor.settle()
+          self.actor.wait_for_rewards()
           self._learn(self._take(details[1]))
           if self.version in needed:
             kept.update([self.store.latest(at_least=self.version)])
@@ -342,7 +344,7 @@ class _Run:
     return None
 
   def _restore_host(self, host: dict[str, Any]) -> None:
-    self.buffer.restore(host["buffer"], self.parts.prompts, host["actor"]["tickets"].tolist())
+    self.buffer.restore(host["buffer"], self.parts.prompts.prompts, host["actor"]["tickets"].tolist())
     saved = sum(map(drawn_tokens, self.buffer.groups()))
     self.actor.restore(host["actor"])
     self.ledger.restore(host["ledger"], saved + self.actor.held_tokens())

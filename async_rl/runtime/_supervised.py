@@ -14,11 +14,11 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import tasks
+from async_rl.rollout._prompts import UNTRAINED_TICKETS
 from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._fit import adam
 from async_rl.runtime._fit import fit
 from async_rl.runtime._fit import written
-from async_rl.runtime._parts import UNTRAINED_TICKETS
 from async_rl.runtime._parts import Parts
 from async_rl.types import Completion
 from async_rl.types import Group
@@ -61,7 +61,7 @@ def train_supervised(
   learner = _make_learner(parts, learning_rate, sequences)
   solutions = _solutions(parts, np.random.default_rng(parts.experiment.seed))
   reached = 0.0
-  workers = parts.experiment.reward_workers if parts.multi_turn else 0  # a tool may hang
+  workers = parts.experiment.reward_workers if parts.encoder.has_tool else 0  # a tool may hang
   with tasks.RewardPool(parts.task, workers, parts.experiment.reward_timeout) as rewards:
     for step, state, metrics in fit(learner, params, solutions, sequences, steps, parts.experiment.seed):
       if step % check_every == 0 or step == steps:
@@ -93,7 +93,7 @@ def _make_learner(parts: Parts, learning_rate: float, sequences: int) -> learnin
 
 def _probe(parts: Parts, params: models.Params, rewards: tasks.RewardPool) -> float:
   """Mean reward of samples at the run's temperature."""
-  prompts = parts.held_out[:_PROBE] or [parts.prompts[i] for i in range(min(_PROBE, len(parts.prompts)))]
+  prompts = parts.held_out[:_PROBE] or parts.prompts.prompts[:_PROBE]
   parts.engine.set_weights(params, 0)
   return evaluate(parts, parts.engine, prompts, rewards, parts.experiment.samples)["accuracy"]
 
@@ -103,11 +103,11 @@ def _solutions(parts: Parts, rng: np.random.Generator):
   task = cast(tasks.SupervisedTask, parts.task)
   limit, too_long = parts.experiment.max_completion_tokens, 0
   while too_long < _MOST_TOO_LONG:
-    prompt = parts.prompts[int(rng.integers(len(parts.prompts)))]
+    prompt = parts.prompts.prompts[int(rng.integers(len(parts.prompts.prompts)))]
     completion = _completion(parts, prompt, task.solution(prompt, rng))
     too_long = too_long + 1 if len(completion.tokens) > limit else 0
     if not too_long:
-      yield Group(parts.encode(UNTRAINED_TICKETS, prompt), (completion,), np.ones(1, np.float32))
+      yield Group(parts.encoder.encode(UNTRAINED_TICKETS, prompt), (completion,), np.ones(1, np.float32))
   raise ValueError(
     f"{too_long} solutions in a row are longer than max_completion_tokens={limit}, the last one has "
     f"{len(completion.tokens)} tokens; raise max_completion_tokens."
@@ -120,6 +120,7 @@ def _completion(parts: Parts, prompt: Prompt, solution: str | Sequence[str]) -> 
   mask: list[bool] = []
   for i, text in enumerate([solution] if isinstance(solution, str) else solution):
     drawn = i % 2 == 0
-    tokens += [*parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]] if drawn else parts.encode_turn(prompt, text)
+    end = parts.tokenizer.stop_ids[0]
+    tokens += [*parts.tokenizer.encode(text), end] if drawn else parts.encoder.encode_answer(prompt, text)
     mask += [drawn] * (len(tokens) - len(mask))
   return written(tokens, mask)

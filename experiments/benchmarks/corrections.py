@@ -40,12 +40,12 @@ Params = Any
 
 def sample(parts: Parts, tickets: Sequence[int]) -> list[Group]:
   """Finished groups under the engine's current weights."""
-  requests = [parts.request(ticket) for ticket in tickets]
+  requests = [parts.prompts.request(ticket) for ticket in tickets]
   completions, size = sampling.generate(parts.engine, requests), parts.experiment.samples
   groups = []
   for i, request in enumerate(requests):
     own = tuple(completions[i * size : (i + 1) * size])
-    rewards = [parts.task.reward(request.prompt, parts.decode(c.tokens), c.finish) for c in own]
+    rewards = [parts.task.reward(request.prompt, parts.encoder.decode_last_turn(c), c.finish) for c in own]
     groups.append(Group(request, own, np.asarray(rewards, np.float32)))
   return groups
 

@@ -204,7 +204,7 @@ def sample_rows(parts: Parts, params: Any, prompts: int) -> Rows:
   """Groups of the policy's own samples on the first training prompts, with their rewards."""
   prepared = jax.jit(functools.partial(sampling.prepare_weights, parts.policy))(params)
   parts.engine.set_weights(jax.device_get(prepared), 0)
-  requests = [parts.request(ticket) for ticket in range(prompts)]
+  requests = [parts.prompts.request(ticket) for ticket in range(prompts)]
   completions = sampling.generate(parts.engine, requests)
   length = max(len(requests[c.ticket].tokens) + len(c.tokens) for c in completions)
   length = -(-length // 128) * 128 if length > 128 else length
@@ -215,7 +215,7 @@ def sample_rows(parts: Parts, params: Any, prompts: int) -> Rows:
     start, end = len(request.tokens), len(request.tokens) + len(c.tokens)
     tokens[i, :start], tokens[i, start:end] = request.tokens, c.tokens
     mask[i, start:end], behavior[i, start:end] = c.mask, c.logprobs
-    rewards.append(parts.task.reward(request.prompt, parts.decode(c.tokens), c.finish))
+    rewards.append(parts.task.reward(request.prompt, parts.encoder.decode_last_turn(c), c.finish))
   return Rows(jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(behavior), jnp.asarray(rewards, jnp.float32))
 
 

@@ -193,26 +193,29 @@ def test_supervised_training_without_solutions_that_fit_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("mode", ["async", "simulated"])
 def test_an_error_of_the_sampler_ends_the_run_with_its_cause(tmp_path, monkeypatch, mode):
-  monkeypatch.setattr(runtime.Conversations, "judge", lambda *_: (_ for _ in ()).throw(MemoryError("in the sampler")))
+  def fails(self, completion):
+    raise MemoryError("in the sampler")
+
+  monkeypatch.setattr(rollout.Conversations, "process_completion", fails)
   with pytest.raises(MemoryError, match="in the sampler"):
     runtime.train(Tiny(run_dir=str(tmp_path), mode=mode))
   assert not any(t.name == "actor" and t.is_alive() for t in threading.enumerate())
 
 
 def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeypatch):
-  judge, learn, failed = runtime.Conversations.judge, _run._Run._learn, threading.Event()
+  process, learn, failed = rollout.Conversations.process_completion, _run._Run._learn, threading.Event()
 
   def fails(self, completion):
     if completion.ticket >= 6:
       failed.set()
       raise MemoryError("in the sampler")
-    judge(self, completion)
+    process(self, completion)
 
   def after(self, groups):
     assert failed.wait(60)
     learn(self, groups)
 
-  monkeypatch.setattr(runtime.Conversations, "judge", fails)
+  monkeypatch.setattr(rollout.Conversations, "process_completion", fails)
   monkeypatch.setattr(_run._Run, "_learn", after)
   with pytest.raises(MemoryError, match="in the sampler"):
     runtime.train(Tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))

@@ -62,7 +62,7 @@ def parts(tmp_path_factory):
 def complete(parts, count=8, **options):
   """Groups of two samples, with a tool in this process."""
   with tasks.RewardPool(dataclasses.replace(parts.task, **options), workers=0, failure_value=-1.0) as pool:
-    return runtime.complete(parts, parts.engine, [parts.request(t) for t in range(count)], 2, pool)
+    return runtime.complete(parts.engine, parts.encoder, [parts.prompts.request(t) for t in range(count)], 2, pool)
 
 
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
@@ -113,7 +113,8 @@ def recorder(tmp_path):
 
 def actor_of(parts, pool, recorder):
   buffer = rollout.RolloutBuffer(parts.experiment.groups, max_lag=2)
-  return runtime.Actor(parts, buffer, pool, rollout.Ledger(), recorder), buffer
+  conversations = rollout.Conversations(parts.engine, parts.encoder, pool, parts.experiment.samples)
+  return rollout.Actor(parts.engine, conversations, parts.prompts, buffer, rollout.Ledger(), recorder), buffer
 
 
 def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
@@ -125,25 +126,25 @@ def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
     asked = lambda: [answer for group in actor.conversations._open.values() for answer in group.answers.values()]
     for _ in range(2):  # twice, so that the task will want to see the texts before
       while not asked():
-        actor.advance()
-      actor.take_up(wait=True)
+        actor.decode_chunk()
+      actor.resume_answered(wait=True)
     while not asked():
-      actor.advance()
+      actor.decode_chunk()
     state, groups, held = actor.state(), buffer.state(), actor.held_tokens()
     assert held + sum(map(rollout.drawn_tokens, buffer.groups())) == parts.engine.counters.tokens - before
     assert not any(answer.done() for answer in asked())
     with pytest.raises(ValueError, match="Sample 5 of group 0 has not called the tool"):
-      actor.take_up(which=(0, 5))
+      actor.resume_answered(only=(0, 5))
     assert state["turns"]
     assert len(state["finished"]["ticket"])
     assert len(state["unfinished"]["tickets"])
-    actor.drain()
+    actor.finish_groups()
     expected = buffer.groups()
     other, restored = actor_of(parts, quick, recorder)
-    restored.restore(groups, parts.prompts, state["tickets"].tolist())
+    restored.restore(groups, parts.prompts.prompts, state["tickets"].tolist())
     other.restore(state)
     assert other.held_tokens() == held
-    other.drain()
+    other.finish_groups()
   assert len(expected) == 4
   for a, b in zip(expected, restored.groups(), strict=True):
     assert_identical(a.completions, b.completions)
@@ -151,7 +152,7 @@ def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
 
 
 def test_others_go_on_while_a_tool_hangs(parts, recorder):
-  kinds = [parts.request(ticket).prompt.id % 8 for ticket in range(8)]
+  kinds = [parts.prompts.request(ticket).prompt.id % 8 for ticket in range(8)]
   hanging = dataclasses.replace(parts.task, hangs=(kinds[0],))
   with tasks.RewardPool(hanging, workers=2 + kinds.count(kinds[0]), timeout_s=300) as pool:
     actor, buffer = actor_of(parts, pool, recorder)
@@ -159,8 +160,8 @@ def test_others_go_on_while_a_tool_hangs(parts, recorder):
       actor.submit(buffer.try_submit(0))
     deadline = time.monotonic() + 60
     while buffer.counts()["complete"] < 8 - kinds.count(kinds[0]) and time.monotonic() < deadline:
-      actor.take_up()
-      if not actor.advance():
+      actor.resume_answered()
+      if not actor.decode_chunk():
         time.sleep(0.01)
     assert buffer.counts()["complete"] >= 8 - kinds.count(kinds[0])
     assert 0 not in {g.request.ticket for g in buffer.groups()}
@@ -197,7 +198,7 @@ def turns_of(parts, completion):
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_turns_are_bounded(parts, monkeypatch, most):
-  monkeypatch.setattr(parts, "experiment", dataclasses.replace(parts.experiment, max_turns=most))
+  monkeypatch.setattr(parts, "encoder", dataclasses.replace(parts.encoder, max_turns=most))
   completions = [c for g in complete(parts) for c in g.completions]
   assert max(turns_of(parts, c) for c in completions) == most
   assert {c.finish for c in completions} == {STOP, LENGTH}
@@ -215,7 +216,7 @@ def test_the_reward_is_of_the_last_turn(parts):
   for group in complete(parts):
     for completion, result in zip(group.completions, group.results, strict=True):
       last = max([-1, *np.flatnonzero(~completion.mask)]) + 1
-      text = parts.decode(completion.tokens[last:])
+      text = parts.tokenizer.decode(completion.tokens[last:].tolist())
       assert result.value == parts.task.reward(group.request.prompt, text, completion.finish)
 
 
@@ -243,18 +244,18 @@ def test_supervised_solutions_mask_the_tools_turns(parts):
   for group in [group for _, group in zip(range(5), _supervised._solutions(parts, np.random.default_rng(0)))]:
     (c,) = group.completions
     assert turns_of(parts, c) == 2
-    assert parts.decode(c.tokens[~c.mask]) == "3="
-    assert tasks.Sums.reward(parts.task, group.request.prompt, parts.decode(c.tokens[c.mask]), STOP) == 1.0
+    drawn, answer = (parts.tokenizer.decode(c.tokens[mask].tolist()) for mask in (c.mask, ~c.mask))
+    assert answer == "3="
+    assert tasks.Sums.reward(parts.task, group.request.prompt, drawn, STOP) == 1.0
     assert c.tokens[3] == c.tokens[-1] == parts.tokenizer.stop_ids[0]
 
 
-def test_a_chat_template_without_tools_names_the_option(parts, monkeypatch):
+def test_a_chat_template_without_tools_names_the_option(parts):
   refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
   source = refuses + "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
   model = models.train_sentencepiece([parts.task.corpus])
-  monkeypatch.setattr(parts, "tokenizer", models.SentencePieceTokenizer(model, chat_template=source))
+  encoder = dataclasses.replace(parts.encoder, tokenizer=models.SentencePieceTokenizer(model, chat_template=source))
   chat = Prompt(0, [{"role": "user", "content": "1"}], None)
   with pytest.raises(ValueError, match="tool_role='tool', try another: .*no tools"):
-    parts.encode_turn(chat, "12")
-  monkeypatch.setattr(parts, "experiment", dataclasses.replace(parts.experiment, tool_role="user"))
-  assert parts.encode_turn(chat, "12") == parts.tokenizer.encode("12")
+    encoder.encode_answer(chat, "12")
+  assert dataclasses.replace(encoder, tool_role="user").encode_answer(chat, "12") == parts.tokenizer.encode("12")
