@@ -39,7 +39,7 @@ def export(
   params, step = restore_policy(parts, run_dir, step)
   if parts.policy.lora is not None:
     params = models.merge_adapters(parts.policy.lora, params)
-  models.save_hf(folder, parts.policy.config, params, dtype=dtype, like=like)
+  models.save_hf(folder, parts.policy.config, params, dtype=dtype, like=like, tokenizer=parts.tokenizer)
   print(f"{folder} holds step {step} of {run_dir}")
 
 

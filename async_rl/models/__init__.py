@@ -20,6 +20,7 @@ from async_rl.models._load import Checkpoint
 from async_rl.models._load import find_weights
 from async_rl.models._load import load_params
 from async_rl.models._load import open_checkpoint
+from async_rl.models._load_tokenizer import load_tokenizer
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import init_adapters
 from async_rl.models._lora import merge_adapters
@@ -39,5 +40,4 @@ from async_rl.models._sharding import param_specs
 from async_rl.models._tokenizers import HFTokenizer
 from async_rl.models._tokenizers import SentencePieceTokenizer
 from async_rl.models._tokenizers import Tokenizer
-from async_rl.models._tokenizers import load_tokenizer
 from async_rl.models._tokenizers import train_sentencepiece

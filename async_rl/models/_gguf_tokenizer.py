@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Callable
 from typing import Any
 
 import tokenizers
@@ -10,6 +12,7 @@ from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 
+from async_rl.models._chat import TEMPLATE_DATE
 from async_rl.models._tokenizers import HFTokenizer
 from async_rl.models._tokenizers import SentencePieceTokenizer
 
@@ -24,14 +27,14 @@ _WORDS = (
 )
 
 
-def tokenizer_from_gguf(reader: Any) -> HFTokenizer | SentencePieceTokenizer:
+def tokenizer_from_gguf(reader: Any, date: datetime.date = TEMPLATE_DATE) -> HFTokenizer | SentencePieceTokenizer:
   """Rebuilds the tokenizer of an open `gguf.GGUFReader`.
 
   Byte-level BPE (`tokenizer.ggml.model` "gpt2") comes from tokens and merges, SentencePiece ("llama") from tokens and
   scores.
 
   Raises:
-    ValueError: for a kind of vocabulary that is not known.
+    ValueError: if the kind of vocabulary is not known.
   """
   field = reader.fields.get
 
@@ -41,15 +44,18 @@ def tokenizer_from_gguf(reader: Any) -> HFTokenizer | SentencePieceTokenizer:
 
   kind = get("ggml.model")
   if kind == "gpt2":
-    return _byte_level_bpe(get)
+    return _byte_level_bpe(get, date)
   if kind == "llama":
     return SentencePieceTokenizer(
-      _sentencepiece_model(get), add_bos=get("ggml.add_bos_token", True), chat_template=get("chat_template")
+      _sentencepiece_model(get),
+      add_bos=get("ggml.add_bos_token", True),
+      chat_template=get("chat_template"),
+      date=date,
     )
-  raise ValueError(f"tokenizer.ggml.model must be 'gpt2' or 'llama', got {kind!r}: use the folder with tokenizer.json")
+  raise ValueError(f"tokenizer.ggml.model must be 'gpt2' or 'llama', got {kind!r}; use the folder with tokenizer.json.")
 
 
-def _byte_level_bpe(get) -> HFTokenizer:
+def _byte_level_bpe(get: Callable[..., Any], date: datetime.date) -> HFTokenizer:
   pre = get("ggml.pre", "gpt-2")
   tokens, types = get("ggml.tokens"), get("ggml.token_type")
   tokenizer = tokenizers.Tokenizer(
@@ -73,6 +79,7 @@ def _byte_level_bpe(get) -> HFTokenizer:
     eos_ids=[id for id in ends if id is not None],
     pad_id=get("ggml.padding_token_id"),
     chat_template=get("chat_template"),
+    date=date,
   )
 
 
@@ -87,11 +94,11 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     case "qwen2" | "llama-bpe":
       pattern = tokenizers.Regex(_WORDS.format(digits="" if pre == "qwen2" else "{1,3}"))
       return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), bytes_only])
-  raise ValueError(f"unknown tokenizer.ggml.pre {pre!r}: use the folder with tokenizer.json")
+  raise ValueError(f"tokenizer.ggml.pre must be a known family's, got {pre!r}; use the folder with tokenizer.json.")
 
 
-def _sentencepiece_model(get) -> bytes:
-  """A SentencePiece model with the pieces of the file. Text is kept as it is; a leading space only if asked for."""
+def _sentencepiece_model(get: Callable[..., Any]) -> bytes:
+  """Builds a SentencePiece model of the file's pieces. Text is kept as it is; a leading space only if asked for."""
   from sentencepiece import sentencepiece_model_pb2
 
   proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -108,7 +115,9 @@ def _sentencepiece_model(get) -> bytes:
     if id >= 0:
       setattr(trainer, f"{role}_piece", proto.pieces[id].piece)
   if trainer.unk_id < 0:
-    raise ValueError("the GGUF file names no unknown token (tokenizer.ggml.unknown_token_id)")
+    raise ValueError(
+      "The GGUF file must name an unknown token (tokenizer.ggml.unknown_token_id), got none; use another file."
+    )
   proto.pieces[trainer.unk_id].type = _UNKNOWN  # SentencePiece insists on exactly one
   normalizer = proto.normalizer_spec
   normalizer.name = "identity"

@@ -22,6 +22,7 @@ from async_rl.models._names import hf_names
 from async_rl.models._names import is_transposed
 from async_rl.models._names import tensors_of
 from async_rl.models._policy import Params
+from async_rl.models._tokenizers import Tokenizer
 
 Index = tuple[slice, ...]
 
@@ -36,8 +37,8 @@ class HFCheckpoint:
 
   Attributes:
     config: the architecture.
-    names: our parameter paths to the tensors' names there.
-    shapes: of every parameter tensor, by name.
+    names: the tensors' names there, by our parameter paths.
+    shapes: the shape of every parameter tensor, by its name there.
   """
 
   def __init__(self, folder: str | os.PathLike[str]):
@@ -57,7 +58,7 @@ class HFCheckpoint:
         self.shapes[name] = tuple(self._slices[name].get_shape())
 
   def read(self, name: str, index: Index) -> np.ndarray:
-    """Piece `index` of tensor `name`, in the file's dtype."""
+    """Returns piece `index` of tensor `name`, in the file's dtype."""
     return self._slices[name][index]
 
 
@@ -68,6 +69,7 @@ def save_hf(
   *,
   dtype: str = "bfloat16",
   like: str | os.PathLike[str] | None = None,
+  tokenizer: Tokenizer | None = None,
   shard_bytes: int = 5 * 10**9,
 ) -> None:
   """Writes a folder that `transformers` loads; complete or not at all.
@@ -75,13 +77,15 @@ def save_hf(
   On several hosts all of them must call it; the first one writes.
 
   Args:
-    folder: to write; must not exist.
+    folder: the folder to write, which must not exist.
     config: the architecture.
-    params: stacked, in any dtype and sharding.
-    dtype: to store, "bfloat16", "float16" or "float32".
-    like: the Hugging Face folder that training started from; its config.json, which knows more than `config`, its
-      tokenizer and other small files are taken over. Without, only config.json is written beside the weights.
-    shard_bytes: size of a safetensors file, and of the host memory that is used.
+    params: the stacked parameters, in any dtype and sharding.
+    dtype: the dtype to store, "bfloat16", "float16" or "float32".
+    like: the Hugging Face folder that training started from. Its config.json, which knows more than `config`, its
+      tokenizer and other small files are copied. Without it, only config.json is written beside the weights.
+    tokenizer: the run's tokenizer, whose BOS, end and padding ids are written to config.json unless `like` has them;
+      without any, readers assume those of the family's base model.
+    shard_bytes: the size of a safetensors file, and of the host memory that is used.
 
   Raises:
     FileExistsError: if `folder` exists.
@@ -92,7 +96,7 @@ def save_hf(
     raise FileExistsError(f"{folder} exists; choose another folder or remove it.")
   if "adapters" in params:
     raise ValueError("The parameters have adapters, which this format cannot hold; apply merge_adapters first.")
-  content = write_hf_config(config)
+  content = write_hf_config(config) | ({} if tokenizer is None else _special_ids(tokenizer))
   if like is not None:
     theirs = json.loads((pathlib.Path(like) / "config.json").read_text())
     if read_hf_config(theirs) != dataclasses.replace(config, vocab_limit=None):
@@ -113,6 +117,16 @@ def save_hf(
     partial.rename(folder)
 
 
+def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+  """Returns the entries of config.json that name special tokens; an absent BOS is null, lest readers assume one."""
+  stops = list(tokenizer.stop_ids)
+  return {
+    "bos_token_id": tokenizer.bos_id,
+    "eos_token_id": stops if len(stops) > 1 else stops[0],
+    "pad_token_id": tokenizer.pad_id,
+  }
+
+
 def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   if (folder / _INDEX).exists():
     files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
@@ -125,7 +139,7 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _copy_small_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Tokenizer, chat template, generation defaults: everything but weights."""
+  """Copies the tokenizer, chat template and generation defaults: everything but weights."""
   for file in source.iterdir():
     if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != _INDEX:
       shutil.copyfile(file, target / file.name)
@@ -154,6 +168,7 @@ def _save_weights(
       weight_map[tensor.stored] = name
     if writes:
       safetensors.numpy.save_file(content, folder / name, metadata={"format": "pt"})
+      shutil.copymode(folder / "config.json", folder / name)  # the library writes files that only their owner reads
   if writes and len(files) > 1:
     total = sum(tensor.size for tensor in tensors) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

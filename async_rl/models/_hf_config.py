@@ -9,7 +9,7 @@ from typing import Any
 from async_rl.models._config import ModelConfig
 from async_rl.models._config import RopeScaling
 
-# What config.json may leave out, by model type, and what the type implies.
+# The defaults of options that config.json may leave out, and the options that a model type implies.
 _DEFAULTS: dict[str, dict[str, Any]] = {
   "llama": {},
   "qwen2": {},
@@ -48,24 +48,30 @@ _REQUIRED = {
   "use_sliding_window": False,
   "use_bidirectional_attention": False,
   "pretraining_tp": 1,
+  "partial_rotary_factor": 1.0,
 }
+#: Options that null switches off; for others, null means the default.
+_NULL_IS_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
 
 
 def read_hf_config(content: Mapping[str, Any]) -> ModelConfig:
-  """The architecture that a config.json describes, as written by any recent version of transformers.
+  """Reads the architecture that a config.json describes, as written by any recent version of transformers.
 
   Raises:
     ValueError: if the model type, or an option that changes the computation, is not supported.
   """
+  if content.get("quantization_config") is not None:
+    raise ValueError(
+      f"quantization_config={content['quantization_config']!r} is not supported; use the model's unquantized weights."
+    )
   content = content.get("text_config", content)
   kind = content.get("model_type")
   if kind not in _DEFAULTS:
     raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(map(repr, _DEFAULTS))}.")
   gemma = kind.startswith("gemma")
-  c = {**_DEFAULTS[kind], **(_GEMMA_DEFAULTS if gemma else {}), **{k: v for k, v in content.items() if v is not None}}
-  for option, value in _REQUIRED.items():
-    if (c.get(option) or value) != value:
-      raise ValueError(f"{option}={c[option]!r} of a {kind} model is not supported; only {value!r} is.")
+  given = {key: value for key, value in content.items() if value is not None or key in _NULL_IS_OFF}
+  c = {**_DEFAULTS[kind], **(_GEMMA_DEFAULTS if gemma else {}), **given}
+  _check_options(c, kind)
   activation = c.get("hidden_activation") or c.get("hidden_act", "silu")
   if activation not in _ACTIVATIONS:
     raise ValueError(f"Activation {activation!r} is not supported; supported are {', '.join(map(repr, _ACTIVATIONS))}.")
@@ -87,15 +93,31 @@ def read_hf_config(content: Mapping[str, Any]) -> ModelConfig:
     attention_softcap=c.get("attn_logit_softcapping"),
     final_softcap=c.get("final_logit_softcapping"),
     sliding_window=c["sliding_window"] if gemma else None,
-    global_every=_global_every(c) if gemma else 1,
+    global_every=_global_every(c) if gemma and c["sliding_window"] is not None else 1,
     **_rope(c),
     **_IMPLIED[kind],
     **(_GEMMA_IMPLIED if gemma else {}),
   )
 
 
+def _check_options(c: Mapping[str, Any], kind: str) -> None:
+  """Raises a ValueError that names an option which would change the computation."""
+  rope = c.get("rope_parameters") or {}
+  factors = [part.get("partial_rotary_factor") for part in (rope, *rope.values()) if isinstance(part, Mapping)]
+  found = [(option, c.get(option)) for option in _REQUIRED] + [("partial_rotary_factor", factor) for factor in factors]
+  for option, value in found:
+    if value is not None and value != _REQUIRED[option]:
+      raise ValueError(f"{option}={value!r} of a {kind} model is not supported; only {_REQUIRED[option]!r} is.")
+  local = "sliding_attention" in (c.get("layer_types") or ())
+  if local and not kind.startswith("gemma"):
+    raise ValueError(f"layer_types={c['layer_types']!r} of a {kind} model is not supported; only full attention is.")
+  if kind == "gemma3_text" and c["sliding_window"] is None and set(c.get("layer_types") or ("",)) != {"full_attention"}:
+    # Its local layers would keep rotary frequencies of their own.
+    raise ValueError("sliding_window=None of a gemma3_text model is not supported; only a window is.")
+
+
 def write_hf_config(config: ModelConfig) -> dict[str, Any]:
-  """The content of a config.json that describes `config`; transformers 4.50 and later read it.
+  """Returns the content of a config.json that describes `config`; transformers 4.50 and later read it.
 
   Raises:
     ValueError: if no supported public architecture has these options; the message names those that get lost.
@@ -153,19 +175,19 @@ def _layer_types(config: ModelConfig) -> list[str]:
 
 
 def _global_every(c: Mapping[str, Any]) -> int:
-  """Distance of the global layers; a list of layer types must be regular."""
+  """Returns the distance of the global layers; a list of layer types must be regular."""
   types = c.get("layer_types")
-  if types is None or "full_attention" not in types:
-    return c.get("_sliding_window_pattern", c["sliding_window_pattern"])
-  every = types.index("full_attention") + 1
-  regular = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(len(types))]
-  if types != regular:
-    raise ValueError(f"layer_types must be global at every n-th layer, got {types}.")
+  every = c.get("_sliding_window_pattern", c["sliding_window_pattern"])
+  if types is None:
+    return every
+  every = types.index("full_attention") + 1 if "full_attention" in types else max(every, len(types) + 1)
+  if types != ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(len(types))]:
+    raise ValueError(f"layer_types must be global at every n-th layer, got layer_types={types}; use another model.")
   return every
 
 
 def _rope(c: Mapping[str, Any]) -> dict[str, Any]:
-  """Rotary options, from the keys of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
+  """Returns the rotary options, from the keys of transformers 4 (`rope_theta`, ...) or 5 (`rope_parameters`)."""
   both = c.get("rope_parameters") or {}
   everywhere = both.get("full_attention", both)
   local = both.get("sliding_attention", {}).get("rope_theta", c.get("rope_local_base_freq"))

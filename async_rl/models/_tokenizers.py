@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import datetime
 import os
 import pathlib
 import re
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 from typing import Protocol
 
 import tokenizers
 
+from async_rl.models._chat import TEMPLATE_DATE
 from async_rl.models._chat import ChatTemplate
 
 Messages = Sequence[Mapping[str, str]]
@@ -33,13 +33,13 @@ END_TOKENS = (
 
 
 class Tokenizer(Protocol):
-  """Text to token ids and back.
+  """Maps text to token ids and back.
 
   Attributes:
-    vocab_size: number of ids, 0 <= id < vocab_size. A padded embedding may have more rows; those never occur.
-    pad_id: filler; masks come from lengths, never from this id.
-    bos_id: begins every prompt; None if the family uses none.
-    stop_ids: every id that ends a completion. The first is the one that supervised targets end with.
+    vocab_size: the number of ids, 0 <= id < vocab_size. A padded embedding may have more rows, which never occur.
+    pad_id: the id used to fill unused positions; masks come from lengths, never from this id.
+    bos_id: the id that begins every prompt; `None` if the family uses none.
+    stop_ids: every id that ends a completion. Supervised targets end with the first one.
   """
 
   vocab_size: int
@@ -48,28 +48,29 @@ class Tokenizer(Protocol):
   stop_ids: tuple[int, ...]
 
   def encode_prompt(self, prompt: str | Messages) -> list[int]:
-    """The ids of a prompt as the model expects it: with BOS, and with the chat template if it is a conversation."""
+    """Returns the ids of a prompt as the model expects it: with BOS, and by the chat template for a conversation."""
 
   def encode_turn(self, text: str, role: str = "tool") -> list[int]:
-    """The ids that continue a conversation after a completion: another's turn, then the opening of the model's next.
+    """Returns the ids that continue a conversation after a completion: another role's turn, then the model's opening.
 
     The completion is taken to end with its stop token; what the template writes after that token is included here.
     Without a chat template it is `text` alone. Markup of special tokens in `text` is text like any other.
     """
 
   def encode(self, text: str) -> list[int]:
-    """The ids of plain text: nothing is added, and markup of special tokens in it is text like any other."""
+    """Returns the ids of plain text: nothing is added, and markup of special tokens in it is text like any other."""
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids` without special tokens. Bytes that are not UTF-8 become U+FFFD; it never raises."""
+    """Returns the text of `ids` without special tokens. Bytes that are not UTF-8 become U+FFFD; it never raises."""
 
 
-#: Stands for a text that is encoded by itself.
-_PLACE = "\ufffctext\ufffc"
+#: Placeholders that chat templates write in the places of two contents, to see what they write around them.
+_REPLY = "\ufffcreply\ufffc"
+_CONTENT = "\ufffccontent\ufffc"
 
 
 class _Base:
-  """What both implementations share. They supply `encode`, `_encode_marked` and `_decode`."""
+  """The code that both implementations share. They supply `_encode_plain`, `_encode_marked` and `_decode`."""
 
   def __init__(
     self,
@@ -80,6 +81,7 @@ class _Base:
     eos_ids: Sequence[int],
     pad_id: int | None,
     chat_template: str | None,
+    date: datetime.date,
   ):
     self.vocab_size = vocab_size
     self.bos_id = bos_id
@@ -89,12 +91,18 @@ class _Base:
     if chat_template is not None:
       named = {"bos_token": bos_id, "eos_token": eos_ids[0] if eos_ids else None}
       variables = {key: "" if id is None else names.get(id, "") for key, id in named.items()}
-      self._template = ChatTemplate(chat_template, variables)
+      self._template = ChatTemplate(chat_template, variables, date=date)
     stops = [*eos_ids, *(specials[token] for token in END_TOKENS if token in specials)]
-    # A chat model's turn ends with the token that its template writes, which need not be its end of text.
-    stops.sort(key=lambda id: names.get(id, "\0") not in (chat_template or ""))
     if not stops:
-      raise ValueError(f"the tokenizer has no end token: none of its special tokens is one of {', '.join(END_TOKENS)}")
+      raise ValueError(
+        f"The tokenizer has no end token: none of its special tokens is one of {', '.join(END_TOKENS)}; give eos_ids."
+      )
+
+    def written_by_template(id: int) -> bool:
+      return id in names and names[id] in (chat_template or "")
+
+    # A chat model's turn ends with the token that its template writes, which need not be its end of text.
+    stops = [id for id in stops if written_by_template(id)] + [id for id in stops if not written_by_template(id)]
     self.stop_ids = tuple(dict.fromkeys(stops))
     self._special_ids = {*specials.values(), *self.stop_ids}
     self.pad_id = self.stop_ids[-1] if pad_id is None else pad_id
@@ -103,35 +111,60 @@ class _Base:
     if isinstance(prompt, str):
       ids = self.encode(prompt)
     elif self._template is None:
-      raise ValueError("this tokenizer has no chat template: give the prompt as a string instead of messages")
+      raise ValueError("This tokenizer has no chat template: give the prompt as a string instead of messages.")
     else:
-      ids = self._encode_marked(self._template.render(prompt))
-    if self.bos_id is None:
+      rendered = self._template.render(prompt)
+      _check_unicode(rendered)
+      ids = self._encode_marked(rendered)
+    if self.bos_id is None or ids[:1] == [self.bos_id]:  # templates may write BOS themselves
       return ids
-    return [self.bos_id, *ids[ids[:1] == [self.bos_id] :]]  # templates that write BOS themselves
+    return [self.bos_id, *ids]
 
   def encode_turn(self, text: str, role: str = "tool") -> list[int]:
     if self._template is None:
       return self.encode(text)
-    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    closed = self._template.render(before, add_generation_prompt=False)
-    marked = any(name in text for name in self._names)
-    content = _PLACE if marked else text
-    whole = self._template.render([*before, {"role": role, "content": content}])
-    ids = self._encode_marked(closed)
-    stop = max((i for i, id in enumerate(ids) if id in self.stop_ids), default=None)
-    if stop is None or not whole.startswith(closed):
-      raise ValueError("the chat template does not end the model's turn with a stop token, so it cannot be continued")
-    if not marked:
-      return self._encode_marked(whole)[stop + 1 :]
-    # Nobody who speaks through a tool may end its turn or open another one.
-    opening, _, closing = whole.partition(_PLACE)
-    return [*self._encode_marked(opening)[stop + 1 :], *self.encode(text), *self._encode_marked(closing)]
+    _check_unicode(text)
+    after_reply = self._render_after_reply(role, text)
+    if not any(name in text for name in self._names):
+      return self._after_stop(self._encode_marked(after_reply))
+    # Tool output must not be able to close its turn or open a new one.
+    opening, _, closing = self._render_after_reply(role, _CONTENT).partition(_CONTENT)
+    if after_reply.startswith(opening) and after_reply.endswith(closing):  # as written: trimmed, quoted, ...
+      text = after_reply[len(opening) : len(after_reply) - len(closing)]
+    return [*self._after_stop(self._encode_marked(opening)), *self.encode(text), *self._encode_marked(closing)]
+
+  def _render_after_reply(self, role: str, content: str) -> str:
+    """Returns the template's text between the model's reply and its next one, when `role` says `content`.
+
+    Templates may write a reply differently once it is no longer the last (Qwen3 drops its thoughts), so the
+    conversation is rendered whole and cut behind the reply.
+    """
+    assert self._template is not None
+    messages = [
+      {"role": "user", "content": "?"},
+      {"role": "assistant", "content": _REPLY},
+      {"role": role, "content": content},
+    ]
+    _, reply, after = self._template.render(messages).partition(_REPLY)
+    if not reply:
+      raise ValueError("The chat template does not write the model's turn, so a conversation cannot be continued.")
+    return after
+
+  def _after_stop(self, ids: list[int]) -> list[int]:
+    """Drops the ids up to the stop token with which the model itself ended its turn."""
+    stop = next((i for i, id in enumerate(ids) if id in self.stop_ids), None)
+    if stop is None:
+      raise ValueError("The chat template does not end the model's turn with a stop token, so it cannot be continued.")
+    return ids[stop + 1 :]
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._decode([i for i in map(int, ids) if i not in self._special_ids and 0 <= i < self.vocab_size])
 
   def encode(self, text: str) -> list[int]:
+    _check_unicode(text)
+    return self._encode_plain(text)
+
+  def _encode_plain(self, text: str) -> list[int]:
     raise NotImplementedError
 
   def _encode_marked(self, text: str) -> list[int]:
@@ -139,6 +172,18 @@ class _Base:
 
   def _decode(self, ids: list[int]) -> str:
     raise NotImplementedError
+
+
+def _check_unicode(text: str) -> None:
+  """Raises a ValueError that shows a lone surrogate of `text`, which has no encoding in UTF-8."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    near = text[max(0, error.start - 20) : error.start + 20]
+    raise ValueError(
+      f"text must be valid Unicode, got a lone surrogate {text[error.start]!a} at index {error.start}, in {near!a}; "
+      "repair the data, where a character was probably cut in half."
+    ) from error
 
 
 class HFTokenizer(_Base):
@@ -152,16 +197,27 @@ class HFTokenizer(_Base):
     eos_ids: Sequence[int] = (),
     pad_id: int | None = None,
     chat_template: str | None = None,
+    date: datetime.date = TEMPLATE_DATE,
   ):
     """Wraps `tokenizer`.
 
     Args:
       tokenizer: the tokenizer; truncation and padding are switched off.
-      bos_id: begins every prompt; None if its own post-processor tells (as in Llama 3), or if there is none.
-      eos_ids: configured end tokens, beside the known ones of the vocabulary.
-      pad_id: filler; None takes an end token.
-      chat_template: Jinja source.
+      bos_id: the id that begins every prompt; `None` if its own post-processor says so (as in Llama 3), or if there is
+        none.
+      eos_ids: the configured end tokens, beside the known ones of the vocabulary.
+      pad_id: the id used to fill unused positions; `None` takes an end token.
+      chat_template: the Jinja source of the chat template.
+      date: the date that the template may write, see `ChatTemplate`.
+
+    Raises:
+      TypeError: if `tokenizer` is not of the `tokenizers` library.
     """
+    if not isinstance(tokenizer, tokenizers.Tokenizer):
+      raise TypeError(
+        f"tokenizer must be a tokenizers.Tokenizer, got tokenizer={tokenizer!r}; "
+        "use load_tokenizer for a folder or a file."
+      )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     added = tokenizer.get_added_tokens_decoder()
@@ -175,12 +231,13 @@ class HFTokenizer(_Base):
       eos_ids=eos_ids,
       pad_id=pad_id,
       chat_template=chat_template,
+      date=date,
     )
     self._marked = tokenizer
     self._plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     self._plain.encode_special_tokens = True  # takes "<|im_end|>" in a text for the characters it consists of
 
-  def encode(self, text: str) -> list[int]:
+  def _encode_plain(self, text: str) -> list[int]:
     return self._plain.encode(text, add_special_tokens=False).ids
 
   def _encode_marked(self, text: str) -> list[int]:
@@ -193,13 +250,21 @@ class HFTokenizer(_Base):
 class SentencePieceTokenizer(_Base):
   """A SentencePiece model."""
 
-  def __init__(self, model: bytes | str | os.PathLike, *, add_bos: bool = True, chat_template: str | None = None):
+  def __init__(
+    self,
+    model: bytes | str | os.PathLike,
+    *,
+    add_bos: bool = True,
+    chat_template: str | None = None,
+    date: datetime.date = TEMPLATE_DATE,
+  ):
     """Loads a model.
 
     Args:
       model: a serialized model, or the path of a `.model` file.
       add_bos: whether prompts begin with the model's BOS, if it has one.
-      chat_template: Jinja source.
+      chat_template: the Jinja source of the chat template.
+      date: the date that the template may write, see `ChatTemplate`.
     """
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
@@ -222,9 +287,10 @@ class SentencePieceTokenizer(_Base):
       eos_ids=[eos] if eos >= 0 else [],
       pad_id=pad if pad >= 0 else None,
       chat_template=chat_template,
+      date=date,
     )
 
-  def encode(self, text: str) -> list[int]:
+  def _encode_plain(self, text: str) -> list[int]:
     return self._sp.encode(text)
 
   def _encode_marked(self, text: str) -> list[int]:
@@ -244,9 +310,9 @@ def train_sentencepiece(lines: Iterable[str], model_type: str = "char", vocab_si
   The ids 0 to 3 are padding, end, BOS and unknown.
 
   Args:
-    lines: the corpus; every character (or word) that is to be known must occur in it.
-    model_type: "char", "word", "bpe" (with byte fallback) or "unigram".
-    vocab_size: number of pieces; "char" and "word" take all there are when it is None.
+    lines: the corpus, in which every known character (or word) must occur.
+    model_type: the kind of model: "char", "word", "bpe" (with byte fallback) or "unigram".
+    vocab_size: the number of pieces; `None` takes all there are, for "char" and "word".
 
   Returns:
     The serialized model, for `SentencePieceTokenizer` or to be written to a `.model` file.
@@ -261,7 +327,7 @@ def train_sentencepiece(lines: Iterable[str], model_type: str = "char", vocab_si
 
   closed = model_type in ("char", "word")
   if vocab_size is None and not closed:
-    raise ValueError(f"vocab_size is required for model_type={model_type!r}")
+    raise ValueError(f"vocab_size must be given for model_type={model_type!r}; only 'char' and 'word' can count it.")
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(lines),
@@ -286,60 +352,3 @@ def train_sentencepiece(lines: Iterable[str], model_type: str = "char", vocab_si
     num_threads=1,
   )
   return model.getvalue()
-
-
-def load_tokenizer(path: str | os.PathLike) -> HFTokenizer | SentencePieceTokenizer:
-  """Loads the tokenizer at `path`: a `.gguf` or `.model` file, or a Hugging Face folder.
-
-  Raises:
-    FileNotFoundError: if the folder holds neither tokenizer.json nor tokenizer.model.
-    ValueError: if the file is of another kind.
-  """
-  path = pathlib.Path(path)
-  if path.is_dir():
-    return _from_folder(path)
-  if path.suffix == ".model":
-    return SentencePieceTokenizer(path)
-  if path.suffix == ".gguf":
-    import gguf
-
-    from async_rl.models._gguf_tokenizer import tokenizer_from_gguf
-
-    return tokenizer_from_gguf(gguf.GGUFReader(path))
-  raise ValueError(f"cannot tell the tokenizer of {str(path)!r}: give a .gguf or .model file or a folder")
-
-
-def _from_folder(folder: pathlib.Path) -> HFTokenizer | SentencePieceTokenizer:
-  config = _read_json(folder / "tokenizer_config.json")
-  template = config.get("chat_template")
-  if isinstance(template, list):  # several named ones
-    template = {entry["name"]: entry["template"] for entry in template}.get("default")
-  if (folder / "chat_template.jinja").exists():
-    template = (folder / "chat_template.jinja").read_text()
-  if (folder / "tokenizer.json").exists():
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    eos = _read_json(folder / "generation_config.json").get("eos_token_id", [])
-    eos = [_id(tokenizer, config.get("eos_token")), *(eos if isinstance(eos, list) else [eos])]
-    return HFTokenizer(
-      tokenizer,
-      bos_id=_id(tokenizer, config.get("bos_token")) if config.get("add_bos_token") else None,
-      eos_ids=[id for id in eos if id is not None],
-      pad_id=_id(tokenizer, config.get("pad_token")),
-      chat_template=template,
-    )
-  if (folder / "tokenizer.model").exists():
-    return SentencePieceTokenizer(
-      folder / "tokenizer.model", add_bos=config.get("add_bos_token", True), chat_template=template
-    )
-  raise FileNotFoundError(f"{str(folder)!r} holds neither tokenizer.json nor tokenizer.model")
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _id(tokenizer: tokenizers.Tokenizer, token: str | dict[str, Any] | None) -> int | None:
-  """The id of a token that a configuration names, as text or as an object with its content."""
-  if token is None:
-    return None
-  return tokenizer.token_to_id(token if isinstance(token, str) else token["content"])

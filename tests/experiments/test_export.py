@@ -1,6 +1,7 @@
 """Export: the folder holds the policy of the checkpoint, adapters merged; evaluation takes both."""
 
 import dataclasses
+import json
 import pathlib
 
 import jax
@@ -30,6 +31,7 @@ def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, cap
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
   assert export.main(["run", "folder", "--dtype", "float32"]) == 0
   assert "folder holds step 2 of run" in capsys.readouterr().out
+  assert json.loads(pathlib.Path("folder/config.json").read_text())["eos_token_id"] == 1
   assert evaluate.main(["run", "--prompts", "8", "--weights", "folder"]) == 0
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
 

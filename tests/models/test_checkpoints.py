@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -150,12 +151,67 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     ({"attention_bias": True}, "attention_bias=True"),
     ({"hidden_act": "relu"}, "'relu'"),
     ({"rope_parameters": None, "rope_scaling": {"rope_type": "yarn"}}, "'yarn'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*'fp8'.*; use the model's unquantized"),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types=.* of a llama model"),
+    ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window=None of a gemma3_text"),
   ],
 )
 def test_unsupported_architectures_are_refused(change, message):
   content = json.loads((GOLDEN / "llama3" / "config.json").read_text())
   with pytest.raises(ValueError, match=message):
     models.read_hf_config(content | change)
+
+
+def read_changed(name, **change):
+  return models.read_hf_config(json.loads((GOLDEN / name / "config.json").read_text()) | change)
+
+
+@pytest.mark.parametrize(
+  ("option", "field"),
+  [
+    ("attn_logit_softcapping", "attention_softcap"),
+    ("final_logit_softcapping", "final_softcap"),
+    ("sliding_window", "sliding_window"),
+  ],
+)
+def test_null_switches_an_option_off_and_survives_saving(option, field):
+  config = read_changed("gemma2", **{option: None})
+  assert getattr(config, field) is None
+  others = dataclasses.replace(config, **{field: getattr(read_changed("gemma2"), field)})
+  assert others == dataclasses.replace(read_changed("gemma2"), global_every=config.global_every)
+  assert models.read_hf_config(models.write_hf_config(config)) == config
+
+
+def test_layers_are_local_where_layer_types_say_so():
+  for layers in (5, 6, 7, 13):
+    config = read_changed("gemma3", num_hidden_layers=layers, layer_types=["sliding_attention"] * layers)
+    assert all(config.is_local(i) for i in range(layers))
+    assert models.read_hf_config(models.write_hf_config(config)) == config
+    config = read_changed("gemma3", num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+    assert not any(config.is_local(i) for i in range(layers))
+  with pytest.raises(ValueError, match="global at every n-th layer"):
+    read_changed("gemma3", layer_types=["full_attention", "sliding_attention", "sliding_attention"])
+
+
+def test_saved_files_have_the_mode_of_the_umask_and_the_tokenizers_ids(tmp_path):
+  checkpoint = models.open_checkpoint(GOLDEN / "llama3")
+  params = models.load_params(checkpoint)
+  tokenizer = models.SentencePieceTokenizer(models.train_sentencepiece(["0123456789"]))
+  before = os.umask(0o027)
+  try:
+    models.save_hf(tmp_path / "saved", checkpoint.config, params, tokenizer=tokenizer)
+  finally:
+    os.umask(before)
+  modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "saved").iterdir()}
+  assert modes == {"config.json": 0o640, "model.safetensors": 0o640}
+  content = json.loads((tmp_path / "saved" / "config.json").read_text())
+  assert (content["bos_token_id"], content["eos_token_id"], content["pad_token_id"]) == (2, 1, 0)
+  assert models.open_checkpoint(tmp_path / "saved").config == checkpoint.config
+  tokenizer = models.SentencePieceTokenizer(models.train_sentencepiece(["0123456789"]), add_bos=False)
+  models.save_hf(tmp_path / "without", checkpoint.config, params, tokenizer=tokenizer)
+  assert json.loads((tmp_path / "without" / "config.json").read_text())["bos_token_id"] is None
 
 
 def test_configs_without_a_public_architecture_are_not_saved():

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from async_rl import tasks
 from async_rl.models import _gguf_tokenizer
-from async_rl.models._chat import ChatTemplate
+from async_rl.models._load_tokenizer import load_tokenizer
 from async_rl.models._tokenizers import HFTokenizer
 from async_rl.models._tokenizers import SentencePieceTokenizer
-from async_rl.models._tokenizers import load_tokenizer
 from async_rl.models._tokenizers import train_sentencepiece
 from async_rl.tasks._countdown import Puzzle
 
@@ -328,20 +327,14 @@ def test_small_tasks_have_their_number_of_tokens(task, answer, tokens):
   assert not {0, 3} & {*tokenizer.encode_prompt(prompt.text), *ids}  # nothing unknown
 
 
-def test_chat_template_is_sandboxed():
-  for attack in (
-    "{{ ''.__class__.__mro__ }}",
-    "{{ messages.append(1) }}",
-    "{{ cycler.__init__.__globals__ }}",
-    "{{ raise_exception('no such role') }}",
-  ):
-    with pytest.raises(ValueError, match="refuses"):
-      ChatTemplate(attack).render([])
+@pytest.mark.parametrize("text", ["12 \ud83d", [{"role": "user", "content": "12 \ud83d"}]], ids=["text", "messages"])
+def test_a_lone_surrogate_is_named(gemma, text):
+  with pytest.raises(ValueError, match=r"lone surrogate '\\ud83d' at index \d+, in '.*12 \\ud83d"):
+    gemma.encode_prompt(text)
 
 
-def test_chat_template_features():
-  assert ChatTemplate("{% for m in messages %}{% break %}{% endfor %}x").render([{}]) == "x"
-  assert ChatTemplate("{{ messages | tojson }}").render([{"role": "<é>"}], tools=None) == '[{"role": "<é>"}]'
-  assert len(ChatTemplate("{{ strftime_now('%Y') }}").render([])) == 4
-  with pytest.raises(ValueError, match="line 2"):
-    ChatTemplate("a\n{% if %}")
+def test_a_tokenizer_of_a_path_is_refused_with_the_function_to_use(tmp_path):
+  with pytest.raises(TypeError, match=r"got tokenizer='folder'; use load_tokenizer"):
+    HFTokenizer("folder")
+  with pytest.raises(FileNotFoundError, match="There is no tokenizer"):
+    load_tokenizer(tmp_path / "absent.model")
