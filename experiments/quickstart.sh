@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source experiments/setup_venv.sh
-setup_venv ""
+setup_venv "[train]"
 # One device samples, the other one learns.
 export JAX_PLATFORMS=cpu XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=2"
 exec "$PYTHON" -m experiments.train quickstart "$@"

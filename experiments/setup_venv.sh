@@ -1,22 +1,38 @@
-# Sourced by quickstart.sh and tests/run.sh from the repository's root: `setup_venv EXTRAS` makes .venv if there is
-# none, installs the package with the extras when setup.py changed, and sets PYTHON.
+# Sourced from the repository's root by quickstart.sh and tests/run.sh. `setup_venv EXTRAS` makes .venv where there is
+# none that runs, installs the package with the extras, and sets PYTHON. A PYTHON that is set already is what .venv is
+# made of; otherwise a Python of 3.11 to 3.13 is looked for.
+
+# Prints the path of the first Python that works: the commands of version managers can exist and fail.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.12 python3.11 python3.13 python3 python}; do
+    if "$candidate" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  echo "Python 3.11 or newer with the module ensurepip is needed; install it and run this again." >&2
+  return 1
+}
+
+# Installs the package with EXTRAS into the environment FOLDER, unless the same was installed there before.
+install_into() {
+  local folder="$1" extras="$2" mark
+  mark="$(cksum < setup.py | cut -d' ' -f1)-$("$folder/bin/python" -V | tr -d ' ')$extras"
+  if ! grep -qsxF "$mark" "$folder/installed"; then
+    echo "Installing async_rl$extras into $folder ..."
+    .venv/bin/python -m pip --python "$folder/bin/python" install --quiet --editable ".$extras"
+    echo "$mark" >> "$folder/installed"
+  fi
+}
 
 setup_venv() {
-  local python=python3 candidate mark extras="$1"
-  for candidate in python3.12 python3.11 python3.13 python3; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$candidate; break; fi
-  done
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    echo "Python 3.11 or newer is needed, found $("$python" --version 2>&1); install it and run this again." >&2
-    return 1
+  local python
+  if ! .venv/bin/python -c '' 2>/dev/null; then
+    python=$(find_python) || return 1
+    "$python" -m venv --clear .venv
+    .venv/bin/python -m pip install --quiet --upgrade pip
   fi
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
   PYTHON=$PWD/.venv/bin/python
-  mark=$(cksum setup.py | cut -d' ' -f1)-$("$PYTHON" -V | tr -d ' ')
-  if ! grep -qsxF "$mark$extras" .venv/installed; then
-    echo "Installing async_rl$extras into .venv ..."
-    "$PYTHON" -m pip install --quiet --upgrade pip
-    "$PYTHON" -m pip install --quiet --editable ".$extras"
-    echo "$mark$extras" >> .venv/installed
-  fi
+  install_into .venv "$1"
 }

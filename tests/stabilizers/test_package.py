@@ -1,23 +1,14 @@
-"""The package imports little, and its documented examples run."""
+"""Every public function has an example, and the examples run."""
 
 import doctest
 import importlib
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 
 from async_rl import stabilizers
 
 MODULES = [module.name for module in pkgutil.iter_modules(stabilizers.__path__, "async_rl.stabilizers.")]
-HEAVY = ("flax", "tokenizers", "tensorflow_datasets", "sentencepiece", "orbax", "grain", "matplotlib", "tensorflow")
-
-
-def test_import_loads_jax_and_optax_only():
-  program = f"import async_rl.stabilizers, sys; print([m for m in {HEAVY} if m in sys.modules])"
-  found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-  assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("module", MODULES)
