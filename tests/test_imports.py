@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -90,7 +91,7 @@ def test_the_package_loads_a_folder_when_it_is_first_asked_for():
   loaded = "print(sorted({'.'.join(m.split('.')[:2]) for m in sys.modules if m.startswith(('async_rl.', 'jax'))}))"
   assert output(f"import sys, async_rl; dir(async_rl); {loaded}") == "[]"
   found = ast.literal_eval(output(f"import sys, async_rl; async_rl.stabilizers.scale_by_ess; {loaded}"))
-  assert [name for name in found if name.startswith("async_rl.")] == ["async_rl.stabilizers"]
+  assert {"async_rl.stabilizers"} == {name for name in found if re.match(r"async_rl\.[a-z]", name)}
 
 
 def test_the_package_lists_its_folders():
