@@ -34,6 +34,9 @@ Array = Any
 #: The version written on tokens that no policy drew (prompt and padding); never trained.
 NO_VERSION = -1
 
+#: The group of a batch's sequences that belong to none, since their reward failed: no group statistic counts them.
+NO_GROUP = int(np.iinfo(np.int32).max)
+
 #: Why a completion ended. `STOP`: it drew a stop token (kept as its last token). `LENGTH`: it hit the token limit, or
 #: the next turn of its tool does not fit. `FAILED`: a call of its tool failed; its reward is a stand-in.
 STOP = "stop"
@@ -98,13 +101,14 @@ class Group(NamedTuple):
     request: the prompt as it was submitted.
     completions: the K samples, ordered by `sample`.
     rewards: float32 [K].
-    failures: how many of the K rewards are stand-ins because the reward or a call of the tool failed or timed out.
+    failed: the samples, in ascending order, whose reward or tool failed or timed out. Their rewards are stand-ins, so
+      neither their tokens nor their rewards take part in training.
   """
 
   request: Request
   completions: tuple[Completion, ...]
   rewards: np.ndarray
-  failures: int = 0
+  failed: tuple[int, ...] = ()
 
 
 class Batch(NamedTuple):
@@ -123,11 +127,12 @@ class Batch(NamedTuple):
     used: int32 [], micro-batches that hold tokens.
     index: int32 [B, C], flat position (row * T + column) of each completion token within its micro-batch.
     micro: int32 [B], micro-batch of each sequence.
-    mask: bool [B, C], True on the tokens to train (drawn by the policy).
+    mask: bool [B, C], True on the tokens to train (drawn by the policy, in a sample whose reward did not fail).
     logprobs: float32 [B, C], behavior log-probabilities; 0 where `mask` is False.
     versions: int32 [B, C], `NO_VERSION` where `mask` is False.
     rewards: float32 [B].
-    groups: int32 [B], index of each sequence's group, 0 <= groups < number of groups; any order.
+    groups: int32 [B], index of each sequence's group, 0 <= groups < number of groups, in any order; `NO_GROUP` for a
+      sequence whose reward failed.
     truncated: bool [B], True where the completion hit the length limit.
   """
 

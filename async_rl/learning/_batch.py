@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_rl.types import LENGTH
+from async_rl.types import NO_GROUP
 from async_rl.types import NO_VERSION
 from async_rl.types import Batch
 from async_rl.types import Completion
@@ -52,7 +53,8 @@ class BatchShape:
 def pack(groups: Sequence[Group], shape: BatchShape) -> Batch:
   """Packs the sequences of `groups` into rows, longest first, each into the first row with room.
 
-  The result depends on the order of `groups` only through rounding: sequences keep their order in the loss plane.
+  The result depends on the order of `groups` only through rounding: sequences keep their order in the loss plane. A
+  sample whose reward failed fills its place, but its tokens are masked and it belongs to no group.
 
   Args:
     groups: finished groups with `shape.sequences` completions in all.
@@ -82,6 +84,7 @@ def pack(groups: Sequence[Group], shape: BatchShape) -> Batch:
   index, versions = np.zeros(loss_plane, np.int32), np.full(loss_plane, NO_VERSION, np.int32)
   mask, logprobs = np.zeros(loss_plane, bool), np.zeros(loss_plane, np.float32)
   in_row = np.zeros(plane[0], np.int32)
+  group_of = np.array([NO_GROUP if c.sample in groups[i].failed else i for i, _, c in sequences], np.int32)
   for b, (_, prompt, c) in enumerate(sequences):
     row, start, size, count = row_of[b], start_of[b], lengths[b], len(c.tokens)
     in_row[row] += 1
@@ -90,9 +93,10 @@ def pack(groups: Sequence[Group], shape: BatchShape) -> Batch:
     positions[row, start : start + size] = np.arange(size)
     first = (row % shape.rows) * shape.row_tokens + start + len(prompt)
     index[b, :count] = first + np.arange(count)
-    mask[b, :count] = c.mask
-    logprobs[b, :count] = np.where(c.mask, c.logprobs, 0.0)
-    versions[b, :count] = np.where(c.mask, c.versions, NO_VERSION)
+    trained = c.mask & (group_of[b] != NO_GROUP)
+    mask[b, :count] = trained
+    logprobs[b, :count] = np.where(trained, c.logprobs, 0.0)
+    versions[b, :count] = np.where(trained, c.versions, NO_VERSION)
   if np.any((versions == NO_VERSION) & mask):
     raise ValueError("A token to be trained has no version; the sampler must write one on every token it draws.")
   split = lambda x: x.reshape(shape.capacity, shape.rows, shape.row_tokens)
@@ -107,7 +111,7 @@ def pack(groups: Sequence[Group], shape: BatchShape) -> Batch:
     logprobs=logprobs,
     versions=versions,
     rewards=np.concatenate([g.rewards for g in groups]).astype(np.float32),
-    groups=np.array([i for i, _, _ in sequences], np.int32),
+    groups=group_of,
     truncated=np.array([c.finish == LENGTH for _, _, c in sequences]),
   )
 

@@ -57,7 +57,7 @@ class AdvantageInputs(NamedTuple):
 
   Attributes:
     rewards: float32 [B].
-    groups: int32 [B], group of each sequence, below the number of groups.
+    groups: int32 [B], group of each sequence, below the number of groups; `types.NO_GROUP` where the reward failed.
     mask: bool [B, C], tokens to train.
     log_weights: float32 [B], raw sequence log-weights; `None` unless the learner scores first.
     stats: statistics of the tokens under the weights at the start of the step, [B, C]; likewise.

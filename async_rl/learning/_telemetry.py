@@ -10,6 +10,7 @@ import optax
 
 from async_rl import losses
 from async_rl import stabilizers
+from async_rl.types import NO_GROUP
 from async_rl.types import Batch
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def batch_metrics(
   mask = batch.mask
   tokens = jnp.sum(mask, axis=1)
   rows = tokens > 0
+  rewarded = batch.groups != NO_GROUP
   log_ratio = jnp.where(mask, collected.logprobs - batch.logprobs, 0.0)
   fresh = mask & (lag == 0)
   mean = lambda x, where: losses.divide_or_zero(
@@ -64,10 +66,10 @@ def batch_metrics(
   ratio = losses.clamped_exp(log_ratio)
   zero_variance = losses.zero_variance_fraction(batch.rewards, batch.groups, batch.rewards.shape[0])
   metrics = {
-    "reward/mean": jnp.mean(batch.rewards),
-    "reward/std": jnp.std(batch.rewards),
+    "reward/mean": jnp.mean(batch.rewards, where=rewarded),
+    "reward/std": jnp.std(batch.rewards, where=rewarded),
     "reward/frac_zero_std": zero_variance,
-    "advantage/abs_mean": jnp.mean(jnp.abs(advantages)),
+    "advantage/abs_mean": jnp.mean(jnp.abs(advantages), where=rewarded),
     "staleness/mean": mean(lag, mask),
     "staleness/max": jnp.max(lag).astype(jnp.float32),
     "staleness/min": -jnp.maximum(largest(-lag, mask), jnp.float32(-(2**31))),
@@ -84,7 +86,7 @@ def batch_metrics(
     "kl/behavior": mean(jnp.exp(jnp.clip(-log_ratio, -20.0, 20.0)) - 1.0 + log_ratio, mask),
     "response/length_mean": mean(tokens, rows),
     "response/length_max": jnp.max(tokens).astype(jnp.float32),
-    "response/truncated": jnp.mean(batch.truncated.astype(jnp.float32)),
+    "response/truncated": jnp.mean(batch.truncated.astype(jnp.float32), where=rewarded),
     "tokens/trained": jnp.sum(collected.keep & mask, dtype=jnp.float32),
     "tokens/fill": _fill(batch),
   }

@@ -1,7 +1,8 @@
 """Advantages per sequence: rewards minus a baseline of the sequence's group.
 
 Every function takes `rewards` [B], `groups` int [B] (the group of each sequence, in any order) and the static
-`num_groups`, and returns float32 [B]. A row whose group is `num_groups` (padding) belongs to no group and gets 0.
+`num_groups`, and returns float32 [B]. A row whose group is `num_groups` or more (padding, or a sample whose reward
+failed) belongs to no group: it gets 0 and no statistic counts it.
 All need the whole batch: compute them before splitting it into micro-batches.
 
 Every baseline here is a convex combination of the group's rewards, so one primitive serves them all:

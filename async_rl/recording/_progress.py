@@ -32,6 +32,7 @@ class Progress:
     self._output = output or sys.stderr
     self._total, self._every = total, every
     self._last_line = -float("inf")
+    self._warned: set[str] = set()
     self._bar = None
     if self._output.isatty():
       self._bar = tqdm.tqdm(
@@ -54,6 +55,12 @@ class Progress:
       self._bar.write(text, file=self._output)
     else:
       print(text, file=self._output, flush=True)
+
+  def warn(self, text: str) -> None:
+    """Writes a line unless it has been written before."""
+    if text not in self._warned:
+      self._warned.add(text)
+      self.note(text)
 
   def close(self) -> None:
     """Leaves the bar as it is."""

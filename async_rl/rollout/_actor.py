@@ -144,14 +144,14 @@ class Actor:
 
   def _put_complete_groups(self) -> None:
     for group in self.conversations.pop_complete():
-      failures = sum(result.failed for result in group.results)
+      failed = tuple(k for k, result in enumerate(group.results) if result.failed)
       finished = Group(
         request=group.request,
         completions=group.completions,
         rewards=np.array([result.value for result in group.results], np.float32),
-        failures=failures,
+        failed=failed,
       )
-      if failures < len(group.results):
+      if len(failed) < len(group.results):
         self._failed_in_a_row = 0
         self._buffer.put(finished)
       else:

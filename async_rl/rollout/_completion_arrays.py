@@ -64,7 +64,7 @@ def groups_to_arrays(groups: Iterable[Group]) -> dict[str, Any]:
     "prompt_tokens": _concatenate([g.request.tokens for g in items], np.int32),
     "samples": np.asarray([len(g.completions) for g in items], np.int64),
     "rewards": _concatenate([g.rewards for g in items], np.float32),
-    "failures": np.asarray([g.failures for g in items], np.int32),
+    "failed": _concatenate([np.isin(np.arange(len(g.completions)), g.failed) for g in items], np.bool_),
     "completions": completions_to_arrays(c for g in items for c in g.completions),
   }
 
@@ -72,13 +72,14 @@ def groups_to_arrays(groups: Iterable[Group]) -> dict[str, Any]:
 def groups_from_arrays(arrays: dict[str, Any], prompts: Sequence[Prompt]) -> list[Group]:
   """Inverse of `groups_to_arrays`; `prompts[i]` is the task's prompt with id `i`."""
   prompt_tokens = _split(arrays["prompt_tokens"], arrays["prompt_length"])
-  rewards = _split(arrays["rewards"], arrays["samples"])
+  rewards, failed = (_split(arrays[field], arrays["samples"]) for field in ("rewards", "failed"))
   completions = completions_from_arrays(arrays["completions"])
   groups, start = [], 0
   for i, ticket in enumerate(arrays["ticket"]):
     stop = start + int(arrays["samples"][i])
     request = Request(int(ticket), prompt_tokens[i], prompts[int(arrays["prompt"][i])])
-    groups.append(Group(request, tuple(completions[start:stop]), rewards[i], int(arrays["failures"][i])))
+    samples = tuple(np.flatnonzero(failed[i]).tolist())
+    groups.append(Group(request, tuple(completions[start:stop]), rewards[i], samples))
     start = stop
   return groups
 
@@ -86,6 +87,11 @@ def groups_from_arrays(arrays: dict[str, Any], prompts: Sequence[Prompt]) -> lis
 def drawn_tokens(group: Group) -> int:
   """Number of tokens of the group that the policy drew: the unit of the ledger."""
   return sum(int(np.count_nonzero(c.mask)) for c in group.completions)
+
+
+def failed_tokens(group: Group) -> int:
+  """Number of drawn tokens that are not trained because the reward of their sample failed."""
+  return sum(int(np.count_nonzero(group.completions[k].mask)) for k in group.failed)
 
 
 def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:

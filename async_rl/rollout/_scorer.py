@@ -94,6 +94,12 @@ class RewardModelScorer:
     with self._monitor:
       return dict(self._failures)
 
+  @property
+  def first_reasons(self) -> tuple[str, ...]:
+    """The reason of the first failure, if there was one."""
+    with self._monitor:
+      return ("reward model: non-finite score",) if self._failures else ()
+
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[tasks.RewardResult]:
     """Queues one completion.
 

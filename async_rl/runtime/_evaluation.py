@@ -84,7 +84,8 @@ def evaluate(
 
   Returns:
     `accuracy` (mean reward), `interval` (half the width of its 95 % interval; of two prompts or more), `length` (mean
-    drawn tokens) and `truncated` (share that hit the length limit). With `proxy` its mean reward; with `policy`,
+    drawn tokens), `truncated` (share that hit the length limit) and `failures` (number of rewards that failed, whose
+    stand-ins are part of the accuracy). With `proxy` its mean reward; with `policy`,
     `kl_reference`, the mean over completions of log pi - log pi_ref: an unbiased estimate of the KL of whole sequences.
   """
   requests = [parts.encoder.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
@@ -96,6 +97,7 @@ def evaluate(
     **({"interval": interval} if len(groups) > 1 else {}),
     "length": float(np.mean([np.count_nonzero(c.mask) for c in completions])),
     "truncated": float(np.mean([c.finish == LENGTH for c in completions])),
+    "failures": float(sum(result.failed for group in groups for result in group.results)),
   }
   if proxy is not None:
     decode = parts.encoder.decode_last_turn

@@ -23,6 +23,7 @@ from async_rl.rollout._actor import Actor
 from async_rl.rollout._buffer import EndOfData
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._completion_arrays import drawn_tokens
+from async_rl.rollout._completion_arrays import failed_tokens
 from async_rl.rollout._conversations import Conversations
 from async_rl.rollout._ledger import Ledger
 from async_rl.rollout._schedule import LAG_KINDS
@@ -292,7 +293,8 @@ class _Run:
     """Queues this step's metrics and writes the previous step's, which are surely computed."""
     drawn = sum(map(drawn_tokens, groups))
     host = self.meter.metrics(groups, self.version - 1, drawn)
-    self._write(self.pending.push(self.version, {**metrics, "ledger/drawn": drawn}, host))
+    counts = {"ledger/drawn": drawn, "ledger/failed": sum(map(failed_tokens, groups))}
+    self._write(self.pending.push(self.version, {**metrics, **counts}, host))
 
   def _flush_metrics(self) -> None:
     self._write(self.pending.flush())
@@ -301,10 +303,19 @@ class _Run:
     if finished is None:
       return
     step, values = finished
-    drawn, trained = int(values.pop("ledger/drawn")), int(values["tokens/trained"])
-    self.ledger.trained(trained, {"rejected": drawn - trained} if drawn > trained else None)
+    drawn, failed = (int(values.pop(f"ledger/{name}")) for name in ("drawn", "failed"))
+    trained = int(values["tokens/trained"])
+    masked = {"failed": failed, "rejected": drawn - trained - failed}
+    self.ledger.trained(trained, {reason: count for reason, count in masked.items() if count})
+    self._warn_of_failures()
     self.writer.write(step, values)
     self.progress.update(step, values)
+
+  def _warn_of_failures(self) -> None:
+    """Tells the first reason of each kind of failure of rewards and tools, once."""
+    for scorer in (self.gold, self.scorer or self.gold):
+      for reason in scorer.first_reasons:
+        self.progress.warn(f"failed {reason}; such samples are not trained, see reward/failures and tools/failures")
 
   def _evaluate(self) -> None:
     """Held-out accuracy of the current version; the sampler goes on meanwhile."""
@@ -318,6 +329,7 @@ class _Run:
       # Greedy samples say nothing about the distance to the reference.
       policy = self.state.params if e.reference and e.evaluation_config().temperature == e.temperature else None
       found = evaluate(self.parts, engine, self.parts.held_out, self.gold, proxy=self.scorer, policy=policy)
+    self._warn_of_failures()
     self.accuracy[self.version] = found["accuracy"]
     self.writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
     spread = f" ± {found['interval']:.3f}" if "interval" in found else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import multiprocessing.connection
 import os
 import pickle
@@ -19,6 +18,8 @@ from typing import Any
 from typing import NamedTuple
 from typing import Protocol
 
+import numpy as np
+
 from async_rl._monitor import Monitor
 from async_rl.tasks._task import Task
 from async_rl.tasks._task import ToolTask
@@ -26,6 +27,8 @@ from async_rl.types import Prompt
 
 #: Seconds that a worker may take to start, import the task's module and warm up.
 START_LIMIT_S = 300.0
+#: The largest reward: rewards are trained as float32, in which a larger one would be infinite.
+MAX_REWARD = float(np.finfo(np.float32).max)
 #: Characters of the longest answer of a tool; nobody wants to tokenize more.
 MAX_ANSWER_CHARS = 1 << 16
 
@@ -34,7 +37,7 @@ class RewardResult(NamedTuple):
   """The outcome of one judgment.
 
   Attributes:
-    value: the reward, finite; a stand-in where `failed`.
+    value: the reward, finite in float32; a stand-in where `failed`.
     failed: whether the reward function failed. A wrong answer is no failure.
     reason: "" or what went wrong; its first word is `timeout`, `died`, `raised`, `non-finite` or `closed`.
   """
@@ -65,6 +68,10 @@ class Scorer(Protocol):
   def failures(self) -> dict[str, int]:
     """How many judgments failed so far, by the first word of the reason."""
 
+  @property
+  def first_reasons(self) -> tuple[str, ...]:
+    """The reason of the first failure of each kind, in the order in which they occurred."""
+
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
     """Queues one completion."""
 
@@ -73,12 +80,12 @@ class Scorer(Protocol):
 
 
 def judge(task: Task, prompt: Prompt, text: str, finish: str) -> RewardResult:
-  """Calls `task.reward` in this process; whatever it raises or returns, the result is a finite number."""
+  """Calls `task.reward` in this process; whatever it raises or returns, the result is a finite float32 number."""
   try:
     value = float(task.reward(prompt, text, finish))
   except (Exception, SystemExit) as error:
     return RewardResult(0.0, True, _raised(error))
-  if not math.isfinite(value):
+  if not abs(value) <= MAX_REWARD:
     return RewardResult(0.0, True, f"non-finite reward {value}")
   return RewardResult(value)
 
@@ -163,6 +170,8 @@ class RewardPool:
         f"workers must be >= 0, timeout_s > 0 and capacity >= 1, got workers={workers}, timeout_s={timeout_s}, "
         f"capacity={capacity}"
       )
+    if not abs(failure_value) <= MAX_REWARD:
+      raise ValueError(f"failure_value must be finite in float32, got failure_value={failure_value}")
     if workers and type(task).__module__ == "__main__":
       raise ValueError(f"{type(task).__name__} is defined in __main__: move it to a module, or use workers=0")
     self._task = task
@@ -175,6 +184,7 @@ class RewardPool:
       name: collections.deque() for name in CALLS
     }
     self._failures: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in CALLS}
+    self._first_reasons: list[str] = []
     self._workers = [_Worker(self._boot) for _ in range(workers)]
     self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(workers)]
     for thread in self._threads:
@@ -191,6 +201,12 @@ class RewardPool:
     """How many calls of tools failed so far, likewise."""
     with self._monitor:
       return dict(self._failures["respond"])
+
+  @property
+  def first_reasons(self) -> tuple[str, ...]:
+    """The reason of the first failure of each kind, of rewards and of tools, in the order in which they occurred."""
+    with self._monitor:
+      return tuple(self._first_reasons)
 
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
     """Queues one completion; blocks while the pool is full.
@@ -247,8 +263,11 @@ class RewardPool:
   def _counted(self, job: _Job, result: Any) -> Any:
     if not result.failed:
       return result
+    kind = result.reason.split()[0]
     with self._monitor:
-      self._failures[job[0]][result.reason.split()[0]] += 1
+      if not self._failures[job[0]][kind]:
+        self._first_reasons.append(f"{job[0]}: {result.reason}")
+      self._failures[job[0]][kind] += 1
     return result._replace(value=self.failure_value) if job[0] == "reward" else result
 
   def _serve(self, index: int) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from async_rl import learning
 from async_rl.types import LENGTH
+from async_rl.types import NO_GROUP
 from async_rl.types import NO_VERSION
 from async_rl.types import STOP
 from async_rl.types import Completion
@@ -109,6 +110,21 @@ def test_a_missing_version_is_an_error_not_lag_zero():
   shape = learning.BatchShape(sequences=1, row_tokens=20, rows=1, completion_tokens=12)
   with pytest.raises(ValueError, match="no version"):
     learning.pack([group._replace(completions=(c,))], shape)
+
+
+def test_a_sample_whose_reward_failed_is_masked_and_of_no_group():
+  groups, shape = make_groups(), learning.BatchShape(sequences=16, row_tokens=20, rows=4, completion_tokens=12)
+  whole = learning.pack(groups, shape)
+  groups[1] = groups[1]._replace(failed=(0, 2))
+  batch = learning.pack(groups, shape)
+  failed = np.isin(np.arange(16), [4, 6])
+  assert not batch.mask[failed].any()
+  assert np.all(batch.versions[failed] == NO_VERSION)
+  assert not batch.logprobs[failed].any()
+  assert np.all(batch.groups[failed] == NO_GROUP)
+  for field in ("mask", "versions", "logprobs", "groups"):
+    np.testing.assert_array_equal(getattr(batch, field)[~failed], getattr(whole, field)[~failed])
+  np.testing.assert_array_equal(batch.tokens, whole.tokens)
 
 
 @pytest.mark.parametrize("field", ["sequences", "row_tokens", "rows", "completion_tokens"])

@@ -1,5 +1,6 @@
 """The learner step against a direct float32 computation, and what it must not depend on."""
 
+import dataclasses
 import functools
 
 import jax
@@ -120,6 +121,29 @@ def test_nothing_depends_on_packing_micro_batches_or_mesh(rows, row_tokens, axes
   params, metrics = run(make_learner(shape_of(rows, row_tokens), make_mesh(**axes)), make_groups())
   expected_params, expected_metrics = reference()
   assert_same(params, expected_params)
+  for name in expected_metrics.keys() - {"tokens/fill"}:
+    assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4, abs=1e-5), name
+
+
+def test_samples_whose_rewards_failed_count_nowhere():
+  """The step equals that of a batch without them, whatever stands in for their rewards and log-probabilities."""
+  groups = make_groups(samples=4)
+  groups[1], groups[3] = groups[1]._replace(failed=(0, 2)), groups[3]._replace(failed=(3,))
+
+  def spoil(group):
+    rewards = np.where(np.isin(np.arange(4), group.failed), 1e6, group.rewards).astype(np.float32)
+    completions = [c._replace(logprobs=c.logprobs - 50 * (c.sample in group.failed)) for c in group.completions]
+    return group._replace(rewards=rewards, completions=tuple(completions))
+
+  def leave_out(group):
+    kept = [k for k in range(4) if k not in group.failed]
+    return group._replace(completions=tuple(group.completions[k] for k in kept), rewards=group.rewards[kept], failed=())
+
+  options = dict(optimizer=stabilized(optax.sgd(0.1)))
+  params, metrics = run(make_learner(shape_of(), **options), list(map(spoil, groups)))
+  smaller = dataclasses.replace(shape_of(), sequences=13)
+  expected, expected_metrics = run(make_learner(smaller, **options), list(map(leave_out, groups)))
+  assert_same(params, expected)
   for name in expected_metrics.keys() - {"tokens/fill"}:
     assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4, abs=1e-5), name
 

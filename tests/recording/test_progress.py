@@ -42,6 +42,14 @@ def test_plain_lines_come_now_and_then_and_at_the_end():
   assert [line.split(":")[0] for line in output.getvalue().splitlines()] == ["step 1/50", "step 50/50"]
 
 
+def test_a_warning_is_written_once():
+  output = io.StringIO()
+  progress = Progress(3, output=output)
+  for text in ("low", "high", "low"):
+    progress.warn(text)
+  assert output.getvalue().splitlines() == ["low", "high"]
+
+
 def test_bar_on_a_terminal():
   output = Terminal()
   progress = Progress(4, start=1, output=output)

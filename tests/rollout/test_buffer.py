@@ -45,7 +45,7 @@ def make_group(ticket, versions=(0, 0), samples=2):
     for k in range(samples)
   )
   request = Request(ticket, np.arange(ticket % 5 + 1, dtype=np.int32), PROMPTS[ticket % len(PROMPTS)])
-  return Group(request, completions, np.arange(samples, dtype=np.float32) + ticket, failures=ticket % 2)
+  return Group(request, completions, np.arange(samples, dtype=np.float32) + ticket, failed=(0,) if ticket % 2 else ())
 
 
 def tickets(groups):

@@ -170,6 +170,32 @@ def test_a_group_whose_rewards_fail_is_replaced(tmp_path, mode):
 
 
 @dataclasses.dataclass(frozen=True)
+class Picky(DigitSums):
+  """Its reward fails on about half of the completions, so that most groups lose some of their samples."""
+
+  def reward(self, prompt, text, finish):
+    if len(text) % 2:
+      raise ZeroDivisionError("odd length")
+    return super().reward(prompt, text, finish)
+
+
+@dataclasses.dataclass(frozen=True)
+class PickyTiny(Tiny):
+  def task(self):
+    return Picky(numbers=2, train=64, test=8, data_dir=super().task().data_dir)
+
+
+def test_samples_whose_rewards_fail_are_not_trained_and_told_once(tmp_path, capfd):
+  summary, _, host = run(PickyTiny(run_dir=str(tmp_path), samples=4))
+  ended = host["ledger"]["ended"]
+  assert ended["masked/failed"] > 0
+  assert ended["trained"] > 0
+  assert sum(r["tokens/trained"] for r in rows(summary)) == ended["trained"]
+  assert rows(summary)[-1]["reward/failures"] > 6
+  assert capfd.readouterr().err.count("failed reward: raised ZeroDivisionError: odd length") == 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Warmed(Tiny):
   """Its start uses the sampler for weights that are not those it returns."""
 

@@ -32,6 +32,12 @@ class Misbehaving:
         raise ZeroDivisionError("by zero")
       case "nan":
         return float("nan")
+      case "huge":  # finite, but not in float32
+        return 1e39
+      case "huge integer":
+        return 10**400
+      case "text":
+        return "full marks"
       case "none":
         return None
       case "hang":

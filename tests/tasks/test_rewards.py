@@ -52,6 +52,9 @@ def test_value(pool, text, value):
     ("memory", "raised MemoryError"),
     ("sys.exit", "raised SystemExit: 0"),
     ("nan", "non-finite reward nan"),
+    ("huge", "non-finite reward 1e+39"),
+    ("huge integer", "raised OverflowError"),
+    ("text", "raised ValueError"),
     ("exit", "died with exit status 3"),
   ],
 )
@@ -164,6 +167,25 @@ def test_in_process():
     assert pool.failures == {"raised": 1}
   with pytest.raises(RuntimeError, match="closed"):
     pool.submit(*ask("right"))
+
+
+def test_the_first_reason_of_each_kind_is_kept():
+  with tasks.RewardPool(misbehaving.Misbehaving(), workers=0) as pool:
+    assert pool.first_reasons == ()
+    for answer in ("right", "raise", "huge", "nan", "none"):
+      pool.submit(*ask(answer)).result()
+    pool.respond(Prompt(0, "?", "number"), ["a"]).result()
+    assert pool.first_reasons == (
+      "reward: raised ZeroDivisionError: by zero",
+      "reward: non-finite reward 1e+39",
+      "respond: raised TypeError: respond returned int, not a text",
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e39])
+def test_a_stand_in_is_finite(value):
+  with pytest.raises(ValueError, match="failure_value must be finite in float32, got failure_value="):
+    tasks.RewardPool(misbehaving.Misbehaving(), workers=0, failure_value=value)
 
 
 @pytest.mark.parametrize("options", [{"workers": -1}, {"workers": 1, "timeout_s": 0}, {"workers": 1, "capacity": 0}])
