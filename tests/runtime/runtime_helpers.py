@@ -8,7 +8,7 @@ import pytest
 
 from async_rl import recording
 from async_rl import runtime
-from async_rl.runtime import _run
+from async_rl.runtime import _session
 
 
 def params_of(summary, experiment):
@@ -37,7 +37,7 @@ def assert_identical(a, b):
 @contextlib.contextmanager
 def killed_at(version):
   """A run in here dies before the step from this version."""
-  learn = _run._Run._learn
+  learn = _session.Session.step
 
   def dies(self, groups):
     if self.version == version:
@@ -45,6 +45,6 @@ def killed_at(version):
     learn(self, groups)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_run._Run, "_learn", dies)
+    patch.setattr(_session.Session, "step", dies)
     with pytest.raises(KeyboardInterrupt):
       yield

@@ -17,7 +17,7 @@ from tiny import Tiny
 from async_rl import models
 from async_rl import recording
 from async_rl import runtime
-from async_rl.runtime import _run
+from async_rl.runtime import _session
 
 LORA = models.LoRA(rank=4, alpha=8.0)
 
@@ -39,14 +39,14 @@ class TinyLoRA(Tiny):
 def watched(monkeypatch):
   """What a run trains on, and the parameters of each version."""
   groups, params = [], {}
-  learn = _run._Run._learn
+  learn = _session.Session.step
 
   def watch(self, new):
     params[self.version] = jax.device_get(self.state.params)
     groups.extend(new)
     learn(self, new)
 
-  monkeypatch.setattr(_run._Run, "_learn", watch)
+  monkeypatch.setattr(_session.Session, "step", watch)
   return groups, params
 
 

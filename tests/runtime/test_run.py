@@ -23,7 +23,7 @@ from async_rl import recording
 from async_rl import rollout
 from async_rl import runtime
 from async_rl import stabilizers
-from async_rl.runtime import _run
+from async_rl.runtime import _session
 
 
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
@@ -69,15 +69,15 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
 def test_a_signal_in_a_simulated_run_changes_nothing(tmp_path, monkeypatch, lag):
   make = lambda name: Tiny(run_dir=str(tmp_path / name), lag=lag)
   _, whole, host = run(make("whole"))
-  take = _run._Run._take
+  take = _session.Session.take_batch
 
   def signalled(self, tickets=None):
     if self.version == 3:
-      self.wanted.set()
+      self.stop_requested.set()
     return take(self, tickets)
 
   with monkeypatch.context() as patch:
-    patch.setattr(_run._Run, "_take", signalled)
+    patch.setattr(_session.Session, "take_batch", signalled)
     with pytest.raises(runtime.Interrupted):
       runtime.train(make("stopped"))
   _, resumed, resumed_host = run(make("stopped"))
@@ -229,7 +229,7 @@ def test_an_error_of_the_sampler_ends_the_run_with_its_cause(tmp_path, monkeypat
 
 
 def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeypatch):
-  process, learn, failed = rollout.Conversations.process_completion, _run._Run._learn, threading.Event()
+  process, learn, failed = rollout.Conversations.process_completion, _session.Session.step, threading.Event()
 
   def fails(self, completion):
     if completion.ticket >= 6:
@@ -242,7 +242,7 @@ def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeyp
     learn(self, groups)
 
   monkeypatch.setattr(rollout.Conversations, "process_completion", fails)
-  monkeypatch.setattr(_run._Run, "_learn", after)
+  monkeypatch.setattr(_session.Session, "step", after)
   with pytest.raises(MemoryError, match="in the sampler"):
     runtime.train(Tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))
 
@@ -252,7 +252,7 @@ def test_evaluations_are_not_idle_time(tmp_path, monkeypatch):
     time.sleep(1.5)
     return {"accuracy": 0.0}
 
-  monkeypatch.setattr(_run, "evaluate", slow)
+  monkeypatch.setattr(_session, "evaluate", slow)
   options = dict(mode="sync", generation_devices=0, steps=4, eval_prompts=1, eval_every=1)
   found = rows(runtime.train(Tiny(run_dir=str(tmp_path / "run"), **options)))
   assert min(r["idle/learner"] * r["time/step"] for r in found[1:]) < 1.0
@@ -277,7 +277,7 @@ def test_no_recompilation_after_the_first_steps(tmp_path, mode):
   count = lambda name, *_, **__: compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
   at = {}
 
-  learn = _run._Run._learn
+  learn = _session.Session.step
 
   def watched(self, groups):
     learn(self, groups)
@@ -285,7 +285,7 @@ def test_no_recompilation_after_the_first_steps(tmp_path, mode):
 
   jax.monitoring.register_event_duration_secs_listener(count)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_run._Run, "_learn", watched)
+    patch.setattr(_session.Session, "step", watched)
     runtime.train(Tiny(run_dir=str(tmp_path), mode=mode, steps=12, checkpoint_every=5))
   assert at[2] > 0
   assert at[12] == at[2]
@@ -293,7 +293,7 @@ def test_no_recompilation_after_the_first_steps(tmp_path, mode):
 
 def test_memory_stays_flat_over_300_steps(tmp_path):
   used = {}
-  learn = _run._Run._learn
+  learn = _session.Session.step
 
   def watched(self, groups):
     learn(self, groups)
@@ -301,7 +301,7 @@ def test_memory_stays_flat_over_300_steps(tmp_path):
       used[self.version] = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_run._Run, "_learn", watched)
+    patch.setattr(_session.Session, "step", watched)
     runtime.train(Tiny(run_dir=str(tmp_path), mode="async", steps=360, decode_chunk=16))
   assert used[360] - used[60] < 30, {step: round(used[step]) for step in range(60, 361, 60)}
 

@@ -1,0 +1,125 @@
+"""Three ways to drive a run. They differ in when the actor samples; sampling and learning are the same functions.
+
+`run_async`: the actor samples in a thread of its own, beside the learner. `run_sync`: one thread samples a batch, then
+trains it. `run_simulated` and `replay`: one thread, in an order that gives each batch the lag of a distribution or of a
+recorded asynchronous run; bit for bit reproducible.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from async_rl.rollout._buffer import EndOfData
+from async_rl.rollout._schedule import LAG_KINDS
+from async_rl.rollout._schedule import Event
+from async_rl.rollout._schedule import LagDistribution
+from async_rl.rollout._schedule import read_schedule
+from async_rl.runtime._session import Session
+
+
+def drive(session: Session) -> None:
+  """Runs the session in its experiment's mode until all steps are done.
+
+  Raises:
+    EndOfData: if the data end first.
+    Interrupted: after a checkpoint, if a signal asked the run to end.
+  """
+  experiment = session.experiment
+  if experiment.mode == "async":
+    run_async(session)
+  elif experiment.mode == "sync":
+    run_sync(session)
+  elif experiment.lag in LAG_KINDS:
+    run_simulated(session, LagDistribution(experiment.lag_bound, experiment.lag, experiment.seed))
+  else:
+    replay(session, read_schedule(experiment.lag))
+
+
+def run_async(session: Session) -> None:
+  """The actor samples in a thread of its own while this one takes the steps."""
+  session.publish_weights()
+  thread = threading.Thread(target=session.actor.run, args=(session.store,), name="actor", daemon=True)
+  thread.start()
+  try:
+    while not session.done:
+      session.step(session.take_batch())
+  finally:
+    session.buffer.close()
+    session.store.close()
+    thread.join()
+
+
+def run_sync(session: Session) -> None:
+  """Each version samples the batch that it is trained on."""
+  run_simulated(session, LagDistribution(max_lag=0))
+
+
+def run_simulated(session: Session, lags: LagDistribution) -> None:
+  """Each version samples the batches that `lags` has it feed, of this step or later ones; then the step is taken."""
+  groups_per_step, assigned = session.experiment.groups, session.assigned
+  session.publish_weights()
+  while not session.done:
+    session.actor.set_weights(*session.store.latest(at_least=session.version))
+    # A step past the end of a run that was extended has no batch from the version that should have fed it.
+    for step in sorted({session.version, *lags.steps_fed_by(session.version)}):
+      if step < session.experiment.steps and step not in assigned:
+        assigned[step] = _submit_groups(session, groups_per_step)
+    _sample_assigned(session)
+    if len(assigned[session.version]) < groups_per_step:
+      raise EndOfData(f"the data ended after {session.version} steps")
+    batch = session.take_batch(assigned[session.version])
+    del assigned[session.version]  # only now: a signal makes `take_batch` save
+    session.step(batch)
+
+
+def replay(session: Session, schedule: Iterable[Event]) -> None:
+  """Repeats a recorded asynchronous run, event by event."""
+  source = session.experiment.lag
+  if session.version > 0 and not session.done:
+    raise ValueError(f"{session.folder.path} holds part of a replay, which cannot be resumed; pass --overwrite.")
+  events = list(schedule)
+  needed = {event[1] for event in events if event[0] == "weights"}
+  session.publish_weights()
+  weights = dict([session.store.latest(at_least=session.version)])
+  for kind, *details in events:
+    if session.done:
+      return
+    match kind:
+      case "weights" if details[0] != session.actor.version:  # a run that was resumed takes its weights once more
+        session.actor.set_weights(details[0], weights.pop(details[0]))
+      case "resume":
+        raise ValueError(f"{source} is of a run that was resumed with samples in flight; it cannot be replayed.")
+      case "submit":
+        if session.submit_group() != details[0]:
+          raise ValueError(f"{source} submits group {details[0]} out of turn; it is not a schedule of this experiment.")
+      case "answer":
+        session.actor.resume_answered(only=(details[0], details[1]))
+      case "chunk":
+        session.actor.decode_chunk()
+      case "train":
+        session.actor.wait_for_rewards()
+        session.step(session.take_batch(details[1]))
+        if session.version in needed:
+          weights.update([session.store.latest(at_least=session.version)])
+  if not session.done:
+    raise EndOfData(f"the schedule ended after {session.version} steps")
+
+
+def _submit_groups(session: Session, count: int) -> list[int]:
+  """Hands the actor this many groups, fewer if the data end; returns their tickets."""
+  return [ticket for _ in range(count) if (ticket := session.submit_group()) is not None]
+
+
+def _sample_assigned(session: Session) -> None:
+  """Finishes all groups, and other ones in place of those that failed."""
+  failed = True
+  while failed:
+    session.actor.finish_groups()
+    complete = {group.request.ticket for group in session.buffer.groups()}
+    failed = False
+    for step, tickets in session.assigned.items():
+      good = [ticket for ticket in tickets if ticket in complete]
+      if len(good) < len(tickets):
+        failed = True
+        session.assigned[step] = good + _submit_groups(session, len(tickets) - len(good))

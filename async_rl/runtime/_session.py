@@ -1,0 +1,268 @@
+"""A run in progress: it is opened or restored, steps, evaluates, logs and saves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import threading
+from typing import Any
+
+import jax
+
+from async_rl import learning
+from async_rl import tasks
+from async_rl.recording._metrics import MetricsBuffer
+from async_rl.recording._metrics import MetricsWriter
+from async_rl.recording._progress import Progress
+from async_rl.recording._run_folder import RunFolder
+from async_rl.rollout._actor import Actor
+from async_rl.rollout._buffer import RolloutBuffer
+from async_rl.rollout._completion_arrays import drawn_tokens
+from async_rl.rollout._completion_arrays import failed_tokens
+from async_rl.rollout._conversations import Conversations
+from async_rl.rollout._ledger import Ledger
+from async_rl.rollout._schedule import ScheduleRecorder
+from async_rl.runtime._evaluation import evaluate
+from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._kept import set_reference
+from async_rl.runtime._meter import StepMeter
+from async_rl.runtime._parts import Parts
+from async_rl.types import Group
+from async_rl.types import TrainState
+
+#: Seconds between two checks for a signal while the learner waits for a batch.
+_POLL_SECONDS = 1.0
+
+
+class Interrupted(Exception):
+  """SIGTERM or SIGINT arrived; the run was saved."""
+
+
+class Session:
+  """The state of one run and all that its drivers do with it, in the caller's thread.
+
+  Args:
+    experiment: the experiment to run.
+    folder: the run's folder.
+    rewards: the pool that judges evaluations, and training samples unless the experiment has a scorer.
+
+  Attributes:
+    version: the number of optimizer steps done.
+    buffer: the groups on their way from the actor to the learner.
+    store: the weights on their way from the learner to the actor.
+    actor: the sampling side.
+    assigned: tickets of the batches still to be trained, by step, where one thread samples and learns.
+    accuracy: held-out accuracy by version.
+    stop_requested: set when a signal asked the run to end.
+  """
+
+  actor: Actor
+  state: TrainState
+
+  def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool):
+    self.experiment = experiment
+    self.folder = folder
+    self.version = 0
+    self.assigned: dict[int, list[int]] = {}
+    self.accuracy: dict[int, float] = {}
+    self.stop_requested = threading.Event()
+    self._parts = Parts(experiment)
+    self._rewards = rewards
+    self._scorer: tasks.Scorer | None = None  # scores training samples in place of the task
+    self._checkpoints = self._parts.make_checkpointer(folder.checkpoints)
+    self._ledger = Ledger()
+    self.buffer = RolloutBuffer(
+      experiment.groups, experiment.lag_bound, steps=experiment.steps, limit=self._parts.prompts.num_tickets
+    )
+    self.store = self._parts.make_store()
+
+  # Open, restore.
+
+  def open(self, stack: contextlib.ExitStack) -> None:
+    """Restores or starts the run and compiles the sampler; `stack` closes what is opened, whatever happens."""
+    experiment = self.experiment
+    stack.callback(self.store.close)
+    stack.callback(self._checkpoints.close)
+    host = self._restore_or_start()
+    self._recorder = ScheduleRecorder(self.folder.schedule, host["schedule"] if host else 0)
+    stack.callback(self._recorder.close)
+    options = dataclasses.asdict(experiment)
+    self._writer = MetricsWriter(self.folder, resume_step=self.version, wandb=experiment.wandb, config=options)
+    stack.callback(self._writer.close)
+    self._progress = Progress(experiment.steps, self.version)
+    stack.callback(self._progress.close)
+    self._unwritten = MetricsBuffer()
+    self._scorer = experiment.scorer(self._parts)
+    if self._scorer is not None:
+      stack.callback(self._scorer.close)
+    engine, prompts = self._parts.engine, self._parts.prompts
+    conversations = Conversations(engine, self._parts.encoder, self._rewards, experiment.samples, self._scorer)
+    self.actor = Actor(engine, conversations, prompts, self.buffer, self._ledger, self._recorder)
+    self._meter = StepMeter(self._parts, self.buffer, self.store, self.actor, self._scorer or self._rewards)
+    stack.callback(self.buffer.close)
+    if host:
+      self._restore_host(host)
+    else:
+      self.save()
+    self._parts.engine.warmup(resumes=self._parts.encoder.has_tool)
+
+  def _restore_or_start(self) -> dict[str, Any] | None:
+    """Sets state and version; returns the host's part of the newest checkpoint, `None` if there is none."""
+    if self._checkpoints.latest_step is not None:
+      self.state, host = self._checkpoints.restore(self._parts.learner.abstract())
+      self.version = int(self.state.version)
+      set_reference(self._parts, self.folder.reference, None)
+      return host
+    key = jax.random.key(self.experiment.seed)
+    self.state = self._parts.learner.init(key, self.experiment.start(self._parts))
+    shutil.rmtree(self.folder.reference, ignore_errors=True)  # left by a run that ended before its first checkpoint
+    set_reference(self._parts, self.folder.reference, self.state.params)
+    return None
+
+  def _restore_host(self, host: dict[str, Any]) -> None:
+    self.buffer.restore(host["buffer"], self._parts.prompts.prompts, host["actor"]["tickets"].tolist())
+    saved = sum(map(drawn_tokens, self.buffer.groups()))
+    self.actor.restore(host["actor"])
+    self._ledger.restore(host["ledger"], saved + self.actor.held_tokens())
+    self.assigned = {int(step): tickets for step, tickets in host["assigned"].items()}
+    self.accuracy = {int(version): value for version, value in host["accuracy"].items()}
+    if len(host["actor"]["tickets"]):
+      self._recorder.record("resume")
+    self._progress.note(f"resumed at step {self.version}")
+
+  # Step.
+
+  @property
+  def done(self) -> bool:
+    """Whether all steps are done."""
+    return self.version >= self.experiment.steps
+
+  def start_clock(self) -> None:
+    """Starts measuring times and rates, once everything is ready."""
+    self._meter.start()
+
+  def publish_weights(self) -> None:
+    """Sends the weights of the current version on their way to the actor."""
+    self.store.publish(self.version, self._parts.learner.sampler_params(self.state))
+
+  def submit_group(self) -> int | None:
+    """Hands the actor the next group and returns its ticket; `None` if the lag bound or the data allow none."""
+    ticket = self.buffer.try_submit(self.actor.version)
+    if ticket is not None:
+      self.actor.submit(ticket)
+    return ticket
+
+  def take_batch(self, tickets: list[int] | None = None) -> list[Group]:
+    """Returns the groups of the next step, those with `tickets` or the most urgent ones; waits for the actor's thread.
+
+    Raises:
+      EndOfData: if no further batch can be formed.
+      Interrupted: after a checkpoint, if a signal asked the run to end.
+    """
+    while True:
+      if self.stop_requested.is_set():
+        self.save()
+        self._checkpoints.wait()
+        raise Interrupted(f"stopped by a signal after step {self.version}; the same command resumes it")
+      try:
+        groups = self.buffer.take(self.version, timeout=_POLL_SECONDS, tickets=tickets)
+      except TimeoutError:
+        if tickets is not None:  # the actor runs in this thread and has finished
+          raise RuntimeError(f"Step {self.version} trains groups {tickets}, but not all of them succeeded.") from None
+        continue
+      self._recorder.record("train", self.version, [g.request.ticket for g in groups])
+      return groups
+
+  def step(self, groups: list[Group]) -> None:
+    """Takes one optimizer step, publishes its weights, and evaluates and saves if that is due."""
+    learner, experiment = self._parts.learner, self.experiment
+    self._meter.begin_step()
+    batch = learner.put(learning.pack(groups, learner.shape))
+    with self._device_turn():
+      self.state, metrics = learner.step(self.state, batch)
+      self.version += 1
+      if not self.done:
+        self.publish_weights()
+    self._log(metrics, groups)
+    if not self.done and experiment.eval_every and self.version % experiment.eval_every == 0:
+      self.evaluate()
+    if not self.done and experiment.checkpoint_every and self.version % experiment.checkpoint_every == 0:
+      self.save()
+    self._meter.end_step()
+
+  def _device_turn(self) -> contextlib.AbstractContextManager[None]:
+    """On shared devices only one thread may launch programs at a time: their order must be the same on each device."""
+    shared = self._parts.meshes.colocated and self._parts.meshes.learner.size > 1
+    return self.actor.paused() if shared else contextlib.nullcontext()
+
+  # Evaluate.
+
+  def evaluate(self) -> None:
+    """Measures the held-out accuracy of the current version, once; the actor's thread goes on meanwhile."""
+    parts, experiment = self._parts, self.experiment
+    if not parts.held_out or self.version in self.accuracy:
+      return
+    self._flush_metrics()
+    engine = parts.evaluator
+    with self._device_turn():
+      engine.set_weights(self.state.params, self.version)
+      # Greedy samples say nothing about the distance to the reference.
+      measured = experiment.reference and experiment.evaluation_config().temperature == experiment.temperature
+      policy = self.state.params if measured else None
+      found = evaluate(parts, engine, parts.held_out, self._rewards, proxy=self._scorer, policy=policy)
+    self._warn_of_failures()
+    self.accuracy[self.version] = found["accuracy"]
+    self._writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
+    spread = f" ± {found['interval']:.3f}" if "interval" in found else ""
+    self._progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}{spread}")
+
+  # Log.
+
+  def _log(self, metrics: dict[str, jax.Array], groups: list[Group]) -> None:
+    """Queues this step's metrics and writes the previous step's, which are surely computed."""
+    drawn = sum(map(drawn_tokens, groups))
+    host = self._meter.metrics(groups, self.version - 1, drawn)
+    counts = {"ledger/drawn": drawn, "ledger/failed": sum(map(failed_tokens, groups))}
+    self._write_metrics(self._unwritten.push(self.version, {**metrics, **counts}, host))
+
+  def _flush_metrics(self) -> None:
+    self._write_metrics(self._unwritten.flush())
+
+  def _write_metrics(self, finished: tuple[int, dict[str, float]] | None) -> None:
+    if finished is None:
+      return
+    step, values = finished
+    drawn = int(values.pop("ledger/drawn"))
+    failed = int(values.pop("ledger/failed"))
+    trained = int(values["tokens/trained"])
+    masked = {"failed": failed, "rejected": drawn - trained - failed}
+    self._ledger.trained(trained, {reason: count for reason, count in masked.items() if count})
+    self._warn_of_failures()
+    self._writer.write(step, values)
+    self._progress.update(step, values)
+
+  def _warn_of_failures(self) -> None:
+    """Shows the first reason of each kind of failure of rewards and tools, once."""
+    for scorer in (self._rewards, self._scorer or self._rewards):
+      for reason in scorer.first_reasons:
+        self._progress.warn(f"failed {reason}; such samples are not trained, see reward/failures and tools/failures")
+
+  # Save.
+
+  def save(self) -> None:
+    """Starts a checkpoint of the current version, the actor paused between two chunks."""
+    self._flush_metrics()
+    with self.actor.paused():
+      self.buffer.raise_error()
+      held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))
+      self._ledger.balance(held)
+      host = {
+        "buffer": self.buffer.state(),
+        "actor": self.actor.state(),
+        "ledger": self._ledger.state(),
+        "schedule": self._recorder.flush(),
+        "assigned": {str(step): tickets for step, tickets in self.assigned.items()},
+        "accuracy": {str(version): value for version, value in self.accuracy.items()},
+      }
+    self._checkpoints.save(self.version, self.state, host)
