@@ -120,6 +120,24 @@ def _tempered_is(x: LossInputs) -> losses.PolicyLoss:
   return losses.reinforce(x.logprobs, x.behavior, weights[:, None] * x.advantages, x.mask)
 
 
+def _dppo(x: LossInputs, bound: float = 0.2, cap: float = 20.0) -> losses.PolicyLoss:
+  """DPPO's total-variation form (arXiv 2602.04879): a token counts unless it has moved too far the way A pushes it."""
+  logprobs = jax.lax.stop_gradient(x.logprobs)
+  weights = losses.clamped_exp(jnp.minimum(losses.log_ratios(logprobs, x.behavior, x.mask), jnp.log(cap)))
+  moved = jnp.exp(logprobs) - jnp.exp(x.behavior)
+  kept = jnp.where(x.advantages > 0, moved <= bound, moved >= -bound)
+  return losses.reinforce(x.logprobs, x.behavior, weights * kept * x.advantages, x.mask)
+
+
+def _sapo(x: LossInputs, positive: float = 1.0, negative: float = 1.05) -> losses.PolicyLoss:
+  """SAPO (arXiv 2511.20347): a soft gate of the token's ratio in the place of a clip; its gradient, as a weight."""
+  ratios = losses.clamped_exp(losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask))
+  sharpness = jnp.where(x.advantages > 0, positive, negative)
+  gate = jax.nn.sigmoid(sharpness * (ratios - 1.0))
+  weights = 4.0 * gate * (1.0 - gate) * ratios  # d/dlog p of sigmoid(tau (r - 1)) * 4 / tau
+  return losses.reinforce(x.logprobs, x.behavior, weights * x.advantages, x.mask)
+
+
 LOSSES: dict[str, Callable[[LossInputs], losses.PolicyLoss]] = {
   "reinforce": _plain(losses.reinforce),
   "token_tis": _plain(losses.token_tis),
@@ -137,9 +155,11 @@ LOSSES: dict[str, Callable[[LossInputs], losses.PolicyLoss]] = {
   "sequence_ppo": _plain(functools.partial(losses.proximal_rloo, low=0.5, high=1.0)),
   "prefix_tis": _prefix_tis,
   "tempered_is": _tempered_is,
+  "dppo": _dppo,
+  "sapo": _sapo,
 }
 
-BASELINES = ("mean", "opob", "importance_mean")
+BASELINES = ("mean", "opob", "importance_mean", "maxrl")
 
 
 def coefficients(loss: int | Array, inputs: LossInputs) -> Array:
@@ -160,11 +180,13 @@ def advantages(
 ) -> Array:
   """Advantages of every token, [B, T]: the chosen baseline, then the anchors. *ratios* [B, T] are log-ratios."""
   logs = losses.sequence_log_weights(ratios)
+  centered = losses.grpo_advantages(rewards, groups, num_groups, normalize_std=False)
   by_baseline = jnp.stack(
     [
-      losses.grpo_advantages(rewards, groups, num_groups, normalize_std=False),
+      centered,
       losses.opob_advantages(rewards, groups, num_groups, log_weights=logs, squared_norms=squared_norms),
       losses.importance_mean_advantages(rewards, groups, num_groups, log_weights=logs),
+      losses.divide_or_zero(centered, rewards - centered),  # MaxRL (arXiv 2602.02710): over the group's mean
     ]
   )
   bounded = jnp.clip(logs, -losses.LOG_CLAMP, losses.LOG_CLAMP)
@@ -315,6 +337,25 @@ SECOND = {
   "sequence PPO + ahead, momentum .97": _method("sequence_ppo", ahead=1.0, b1=0.97),
 }
 
+#: The same momentum without the lead, so that what the lead adds can be told from what momentum does.
+MOMENTUM = {
+  "seq TIS, momentum .97": _method("sequence_tis", b1=0.97),
+  "sequence PPO, momentum .97": _method("sequence_ppo", b1=0.97),
+}
+
+#: Momentum and lead, each in and out, with exact norms.
+MOMENTUM_EXACT = {
+  "sequence PPO + OPOB, exact, momentum .97": _method("sequence_ppo", OPOB, b1=0.97),
+  "sequence PPO + OPOB, exact + ahead": _method("sequence_ppo", OPOB, ahead=1.0),
+}
+
+#: Later proposals for the weight or the advantage of a token.
+TOKEN_WEIGHTS = {
+  "DPPO": _method("dppo"),
+  "SAPO": _method("sapo"),
+  "PPO, MaxRL": _method("ppo", baseline=BASELINES.index("maxrl")),
+}
+
 #: Controls: a knob of the first method is measured and given to a run of the second, at the same lag, rate and seed.
 #: (method to be measured, curve, knob that its mean becomes or multiplies, method that it is given to)
 CONTROLS = {
@@ -326,5 +367,8 @@ CONTROLS = {
 #: Controls that need no measurement.
 RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
 
-METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | SYNC_EXACT | THIRD | EXACT | RAMPED
+#: The methods of the program with exact norms.
+EXACT_NORMS = SYNC_EXACT | THIRD | EXACT | MOMENTUM_EXACT
+
+METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | MOMENTUM | TOKEN_WEIGHTS | RAMPED | EXACT_NORMS
 METHODS |= {name: row[3] for name, row in CONTROLS.items()}

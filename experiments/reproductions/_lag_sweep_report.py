@@ -1,22 +1,26 @@
-"""Tables and figures of a sweep, from a small file a task that is kept beside the page."""
+"""Writes tables and figures of a sweep from one small file per task, which is kept beside the page."""
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 import numpy as np
 
-from experiments.reproductions._lag_sweep_plan import GROUPS
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_run import CURVES
+from experiments.reproductions._lag_sweep_table import LAST
+from experiments.reproductions._lag_sweep_table import Table
+from experiments.reproductions._lag_sweep_table import grid
+from experiments.reproductions._lag_sweep_table import interval
+from experiments.reproductions._lag_sweep_table import measure
+from experiments.reproductions._lag_sweep_table import signed
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
-#: Probes at the end of a run whose mean is its accuracy: 50 updates.
-LAST = 5
-#: 97.5 % quantile of Student's t by degrees of freedom; more than 9 count as 9.
-STUDENT = (np.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+LEGEND = """Every ± is half of a 95 % interval (Student) over seeds. Differences to sync are paired by seed. A best rate
+has the highest mean over the very seeds that it is shown for, which flatters every method, and most of all those that
+were tried at many rates or in many variants: these tables choose, [which_correction.md](../which_correction.md) reports,
+on fresh seeds. * marks a best rate at the edge of those tried."""
 
 #: Methods of the figures' panels.
 PANELS = {
@@ -35,116 +39,42 @@ PANELS = {
 }
 
 
-@dataclasses.dataclass
-class Table:
-  """The results of one task; a configuration is (method, lag, rate).
-
-  Attributes:
-    configs: the configurations.
-    accuracy: float32 [configs, seeds], NaN where a seed was not run.
-    curves: float16 [configs, len(CURVES), probes], means over seeds.
-  """
-
-  configs: list[tuple[str, int, float]]
-  accuracy: np.ndarray
-  curves: np.ndarray
-
-  @classmethod
-  def of(cls, results: Results, task: str) -> Table:
-    """Condenses the runs of a task."""
-    seeds = 1 + max(run.seed for run in results.curves if run.task == task)
-    rows: dict[tuple[str, int, float], dict[int, np.ndarray]] = {}
-    for run, curves in results.curves.items():
-      if run.task == task:
-        rows.setdefault((run.method, run.lag, round(run.rate, 10)), {})[run.seed] = curves.astype(np.float32)
-    accuracy = np.full((len(rows), seeds), np.nan, np.float32)
-    for i, row in enumerate(rows.values()):
-      for seed, curves in row.items():
-        accuracy[i, seed] = curves[CURVES.index("accuracy"), -LAST:].mean()
-    means = [np.clip(np.mean(list(row.values()), axis=0), -6e4, 6e4) for row in rows.values()]
-    return cls(list(rows), accuracy, np.array(means, np.float16))
-
-  def save(self, file: pathlib.Path) -> None:
-    method, lag, rate = (np.array(column) for column in zip(*self.configs, strict=True))
-    np.savez_compressed(file, method=method, lag=lag, rate=rate, accuracy=self.accuracy, curves=self.curves)
-
-  @classmethod
-  def load(cls, file: pathlib.Path) -> Table:
-    with np.load(file) as a:
-      configs = zip(a["method"].tolist(), a["lag"].tolist(), a["rate"].tolist(), strict=True)
-      return cls(list(configs), a["accuracy"], a["curves"])
-
-  def rates(self, method: str, lag: int) -> dict[float, int]:
-    """The rows of a method at a lag, by rate; of the synchronous ones, their rows."""
-    lag = 0 if method.startswith("sync") else lag
-    found = {rate: i for i, (name, k, rate) in enumerate(self.configs) if name == method and k == lag}
-    return dict(sorted(found.items()))
-
-  def best(self, method: str, lag: int) -> int | None:
-    """The row with the highest mean accuracy over the rates."""
-    rows = list(self.rates(method, lag).values())
-    return max(rows, key=lambda i: np.nanmean(self.accuracy[i])) if rows else None
-
-  def lags(self) -> list[int]:
-    return sorted({lag for _, lag, _ in self.configs if lag})
-
-  def methods(self) -> list[str]:
-    """Those with results, in the order of the groups."""
-    present = {name for name, _, _ in self.configs}
-    return [name for name in dict.fromkeys(name for group in GROUPS.values() for name in group) if name in present]
-
-
-def interval(values: np.ndarray) -> tuple[float, float]:
-  """Mean, and half the width of its 95 % interval (Student), of the values that are not NaN."""
-  values = values[~np.isnan(values)]
-  spread = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else np.inf
-  return float(np.mean(values)), STUDENT[min(len(values), len(STUDENT)) - 1] * spread
-
-
-def _number(x: float) -> str:
-  return f"{x:.2f}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.2f}"
-
-
-def _measure(values: np.ndarray) -> str:
-  mean, half = interval(values)
-  return _number(mean) + (f" ± {_number(half)}" if np.isfinite(half) else "")
-
-
-def _grid(header: list[str], rows: list[list[str]]) -> str:
-  lines = [header, ["---"] * len(header), *rows]
-  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def best_rates(table: Table) -> str:
-  """A row a method: accuracy at its best rate for every lag, and the difference to sync, seed by seed."""
+  """Returns a row per method: accuracy at its best rate for every lag, and the difference to sync, paired by seed.
+
+  A * marks a best rate at the edge of the rates that were tried: a better one may lie beyond.
+  """
   reference = table.best("sync", 0)
   rows = []
   for method in table.methods():
     row = [method]
     for lag in [0, *table.lags()]:
       best = None if lag and method.startswith("sync") else table.best(method, lag)
-      cell = "" if best is None else f"{_measure(table.accuracy[best])} ({table.configs[best][2]:g})"
-      if best is not None and reference is not None and lag:
-        mean, half = interval(table.accuracy[best] - table.accuracy[reference])
-        cell += f", {mean:+.2f} ± {half:.2f}"
+      if best is None:
+        row.append("")
+        continue
+      edge = "*" if table.at_edge(best) else ""
+      cell = f"{measure(table.accuracy[best])} ({table.configs[best][2]:g}{edge})"
+      if reference is not None and lag:
+        cell += f", {signed(table.difference(best, reference), 2)}"
       row.append(cell)
     rows.append(row)
-  return _grid(["method", *(f"lag {lag}" for lag in [0, *table.lags()])], rows)
+  return grid(["method", *(f"lag {lag}" for lag in [0, *table.lags()])], rows)
 
 
 def by_rate(table: Table, lag: int) -> str:
-  """A row a method: accuracy at every rate."""
+  """Returns a row per method: accuracy at every rate."""
   rates = sorted({rate for _, _, rate in table.configs})
   rows = []
   for method in table.methods():
     at = table.rates(method, lag)
     if at:
-      rows.append([method, *(_measure(table.accuracy[at[rate]]) if rate in at else "" for rate in rates)])
-  return _grid([f"lag {lag}", *(f"{rate:g}" for rate in rates)], rows)
+      rows.append([method, *(measure(table.accuracy[at[rate]]) if rate in at else "" for rate in rates)])
+  return grid([f"lag {lag}", *(f"{rate:g}" for rate in rates)], rows)
 
 
 def diagnostics(table: Table, lag: int, rate: float) -> str:
-  """A row a method: what was recorded, as means over the run, and the ESS and entropy of its last 50 updates."""
+  """Returns a row per method: the recorded means over the run, and the ESS and entropy of its last 50 updates."""
   names = ("ess", "scale", "cosine", "norm", "skipped", "clipped", "entropy", "kl")
   rows = []
   for method in table.methods():
@@ -153,11 +83,11 @@ def diagnostics(table: Table, lag: int, rate: float) -> str:
       curves = dict(zip(CURVES, table.curves[i].astype(np.float32), strict=True))
       late = [f"{curves[name][-LAST:].mean():.2f}" for name in ("ess", "entropy")]
       rows.append([method, *(f"{curves[name].mean():.2f}" for name in names), *late])
-  return _grid([f"lag {lag}, rate {rate:g}", *names, "ess, late", "entropy, late"], rows)
+  return grid([f"lag {lag}, rate {rate:g}", *names, "ess, late", "entropy, late"], rows)
 
 
 def draw_rates(table: Table, file: pathlib.Path) -> None:
-  """Accuracy against learning rate: a column a lag, a row a panel."""
+  """Draws accuracy against learning rate: a column per lag, a row per panel."""
   import matplotlib.pyplot as plt
 
   panels, lags = ("corrections", "stabilizers", "candidates"), table.lags()
@@ -168,7 +98,7 @@ def draw_rates(table: Table, file: pathlib.Path) -> None:
       for method in ("sync", *PANELS[panel]):
         at = table.rates(method, lag)
         if at:
-          measures = [interval(table.accuracy[i]) for i in at.values()]
+          measures = [interval(table.accuracy[i])[:2] for i in at.values()]
           mean, half = np.nan_to_num(np.array(measures), posinf=0.0).T
           color = f"C{PANELS[panel].index(method)}" if method != "sync" else "black"
           style = {"color": color, "linestyle": "--" if method == "sync" else "-"}
@@ -184,7 +114,7 @@ def draw_rates(table: Table, file: pathlib.Path) -> None:
 
 
 def draw_curves(table: Table, lag: int, rate: float, file: pathlib.Path) -> None:
-  """What was recorded over a run, means over seeds."""
+  """Draws the recorded curves, as means over seeds."""
   import matplotlib.pyplot as plt
 
   names = ("accuracy", "ess", "cosine", "norm", "entropy", "kl")
@@ -227,7 +157,7 @@ def report(results: Results, folder: pathlib.Path = RESULTS) -> str:
   folder.mkdir(parents=True, exist_ok=True)
   for file, table in tables.items():
     table.save(file)
-  parts = ["# Tables of the lag sweep", "", "Made by `python -m experiments.reproductions.lag_sweep --report`."]
+  parts = ["# Tables of the lag sweep", "", "Made by `python -m experiments.reproductions.lag_sweep --report`.", LEGEND]
   for file in sorted(folder.glob("lag_sweep_*.npz")):
     table, task = Table.load(file), file.stem.removeprefix("lag_sweep_")
     parts += [f"## {task}", f"### {task}, at each method's best rate", best_rates(table)]

@@ -8,6 +8,7 @@ updates back. So every batch is fresh, any schedule of lags is possible, and the
 from __future__ import annotations
 
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -231,44 +232,44 @@ class Runner:
 
     return jax.lax.map(one, (prompts, drawn.tokens, drawn.mask), batch_size=self.setting.samples)
 
-  def compile(
-    self, runs: int, mesh: Mesh, warm_starts: int, train: problems.Problems, test: problems.Problems
-  ) -> Program:
-    """Compiles *runs* runs at once, split over the mesh's only axis. Seed s begins with warm start s % warm_starts."""
-    split, whole = PartitionSpec(*mesh.axis_names), PartitionSpec()
-    one = lambda knobs, warm, train, test: self.run(knobs, warm[knobs.seed % warm_starts], train, test)
+  def compile(self, runs: int, mesh: Mesh, train: problems.Problems, test: problems.Problems) -> Program:
+    """Compiles *runs* runs at once, each with its own initial weights, split over the mesh's only axis."""
+    split = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    whole = NamedSharding(mesh, PartitionSpec())
     many = jax.shard_map(
-      jax.vmap(one, in_axes=(0, None, None, None)),
+      jax.vmap(self.run, in_axes=(0, 0, None, None)),
       mesh=mesh,
-      in_specs=(split, whole, whole, whole),
-      out_specs=split,
+      in_specs=(split.spec, split.spec, whole.spec, whole.spec),
+      out_specs=split.spec,
       check_vma=False,
     )
-    shape = lambda x, spec: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec))
-    weights = jax.eval_shape(jax.vmap(self.init), jax.random.split(jax.random.key(0), warm_starts))
+
+    def abstract(tree: Any, sharding: NamedSharding) -> Any:
+      return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding), tree)
+
+    weights = jax.eval_shape(jax.vmap(self.init), jax.random.split(jax.random.key(0), runs))
     knobs = methods.stack([methods.Knobs()] * runs)
-    specs = (
-      jax.tree.map(lambda x: shape(x, split), knobs),
-      *(jax.tree.map(lambda x: shape(x, whole), data) for data in (weights, train, test)),
-    )
+    specs = (abstract(knobs, split), abstract(weights, split), abstract(train, whole), abstract(test, whole))
     return Program(jax.jit(many).lower(*specs).compile(), runs, mesh, train, test)
 
 
 class Program:
-  """Compiled runs."""
+  """Runs that were compiled together."""
 
   def __init__(self, compiled, runs: int, mesh: Mesh, *data: problems.Problems):
-    self.runs, self._compiled = runs, compiled
+    self.runs = runs
+    self._compiled = compiled
     self._split = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-    self._whole = NamedSharding(mesh, PartitionSpec())
-    self._data = jax.device_put(data, self._whole)
+    self._data = jax.device_put(data, NamedSharding(mesh, PartitionSpec()))
 
   def describe(self) -> str:
+    """Returns the number of runs and the device memory that they take, as a phrase."""
     memory = self._compiled.memory_analysis()
     return f"{self.runs} runs, {memory.temp_size_in_bytes / 2**30:.1f} GiB of temporaries a device"
 
-  def __call__(self, knobs: list[methods.Knobs], warm: Array) -> dict[str, np.ndarray]:
-    """The curves, [len(knobs), steps / probe_every] each, of at most `runs` runs from warm starts [W, P]."""
-    padded = jax.device_put(methods.stack([*knobs, *[knobs[-1]] * (self.runs - len(knobs))]), self._split)
-    curves = jax.device_get(self._compiled(padded, jax.device_put(warm, self._whole), *self._data))
+  def __call__(self, knobs: list[methods.Knobs], weights: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the curves, [len(knobs), steps / probe_every] each, of at most `runs` runs from their weights [., P]."""
+    rows = np.minimum(np.arange(self.runs), len(knobs) - 1)  # the last run fills the places that are left
+    inputs = jax.device_put((methods.stack([knobs[i] for i in rows]), weights[rows]), self._split)
+    curves = jax.device_get(self._compiled(*inputs, *self._data))
     return {name: values[: len(knobs)] for name, values in curves.items()}

@@ -1,18 +1,21 @@
-"""Does it work? Methods against lag and learning rate, hundreds of small training runs at once.
+"""Compares methods over lag and learning rate, in hundreds of small training runs at once.
 
     python -m experiments.reproductions.lag_sweep ch4/sync ch4/published:10 ch4/controls:10    # one GPU with 80 GB
+    python -m experiments.reproductions.lag_sweep --plan experiments/reproductions/fresh_seeds.txt --folder runs/fresh
     python -m experiments.reproductions.lag_sweep --smoke                                      # any machine, a minute
     python -m experiments.reproductions.lag_sweep --report                                     # tables and figures
 
 Every run is a whole training in the `simulated` way, at a fixed lag: a small transformer, warm-started by supervision
 up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorized (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
-`cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS][%RATE,...]; the groups are sync,
-published, ahead, candidates, second, sync_exact, third, controls (these need the runs that they are matched to), ramped
-and exact, or the name of one method. Without rates each method is run at every learning rate of 1e-5 ... 2e-4.
+`cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen], on
+the command line or in a file. The groups are those of `GROUPS`; the name of one method may stand for a group. The runs
+of `controls` need the runs that they are matched to. Without rates each method is run at every rate of 1e-5 ... 2e-4;
+`%chosen` is the best rate of the published results, whose seeds (0 to 4) the plan must then leave alone.
 
-Runs already in the folder are not repeated, so a plan that ran out of its time can be given again. The results and
-what they say: lag_sweep.md.
+Runs already in the folder are not repeated, so a plan that ran out of time can be given again. Warm starts are kept in
+the folder, and runs from other warm starts are refused: only runs of one warm start are paired. What the results say:
+lag_sweep.md, and which_correction.md for the study on fresh seeds.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import pathlib
 import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.reproductions import _lag_sweep_plan as plans
@@ -33,24 +36,26 @@ from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _lag_sweep_tasks as problems
 from experiments.reproductions._lag_sweep_run import Program
 from experiments.reproductions._lag_sweep_run import Runner
+from experiments.reproductions._lag_sweep_starts import WarmStarts
+from experiments.reproductions._lag_sweep_table import Table
+from experiments.reproductions._lag_sweep_table import choose_rate
 
-#: Warm starts per task; the run with seed s begins with warm start s modulo this.
-WARM_STARTS = 5
 #: How much longer a chunk of runs takes with one gradient per trajectory.
-EXACT_COST = 3.0
+EXACT_COST = 1.8
 
 
 class Sweep:
   """Makes the runs of a plan.
 
   Args:
-    folder: of results, warm starts and tokenized problems.
-    settings: by task name.
-    devices: that the runs are split over.
-    runs_per_device: vectorized runs.
-    dtype: of the policies.
-    seconds: no chunk of runs is begun that would probably end later than this.
-    data_dir: of TFDS.
+    folder: the folder of results and tokenized problems.
+    settings: the settings by task name.
+    devices: the devices that the runs are split over.
+    runs_per_device: the number of vectorized runs.
+    dtype: the dtype of the policies.
+    seconds: the time limit; no chunk of runs is begun that would probably end later.
+    data_dir: the folder of TFDS.
+    starts: the folder of the warm starts, *folder* by default.
   """
 
   def __init__(
@@ -62,8 +67,10 @@ class Sweep:
     dtype: str,
     seconds: float,
     data_dir: str | None = None,
+    starts: pathlib.Path | None = None,
   ):
     self.folder, self.settings, self.dtype, self.data_dir = folder, settings, dtype, data_dir
+    self.starts = starts or folder
     self.began, self.seconds = time.monotonic(), seconds
     kind = (jax.sharding.AxisType.Auto,)
     self.mesh = jax.make_mesh((len(devices),), ("runs",), axis_types=kind, devices=devices)
@@ -72,7 +79,7 @@ class Sweep:
     self.slowest = 0.0
 
   def __call__(self, items: list[plans.Item]) -> None:
-    """Makes what is missing of the plan, in its order; compiles ahead in the background."""
+    """Makes the missing runs of a plan in its order, and compiles ahead in the background."""
     stages: list[list[plans.Item]] = []  # each in one program; what depends on other runs begins a new one
     for item in items:
       if item.depends or not stages or (item.task, item.exact) != (stages[-1][0].task, stages[-1][0].exact):
@@ -90,7 +97,8 @@ class Sweep:
         runs = {run: knobs for item in stage for run, knobs in item.runs(self.results).items()}
         if runs:
           program = programs[task, exact].result()
-          self._chunks(task, EXACT_COST if exact else 1.0, program, runs, self._warm_start(task, *data[task]))
+          starts = self._warm_starts(task, plans.seeds_of(items, task), *data[task])
+          self._chunks(task, EXACT_COST if exact else 1.0, program, runs, starts)
         if waiting := sum(item.waiting(self.results) for item in stage):
           self._say(f"{waiting} runs of {task} were not made: those that they are matched to are missing")
 
@@ -101,30 +109,29 @@ class Sweep:
     print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
 
   def _compile(self, task: str, exact: bool, *data: problems.Problems) -> Program:
-    program = Runner(self.settings[task], self.dtype, exact).compile(self.runs, self.mesh, WARM_STARTS, *data)
+    program = Runner(self.settings[task], self.dtype, exact).compile(self.runs, self.mesh, *data)
     self._say(f"compiled {task}{', exact norms' if exact else ''}: {program.describe()}")
     return program
 
-  def _warm_start(self, task: str, *data: problems.Problems) -> jax.Array:
-    """Made once and kept, so that all runs of a task begin alike, in later calls too."""
-    file = self.folder / f"warm_{task}.npz"
-    if not file.exists():
-      keys = jax.vmap(jax.random.key)(jnp.arange(WARM_STARTS))
-      runner = Runner(self.settings[task], self.dtype)
-      weights, updates, accuracies = jax.jit(jax.vmap(runner.warm_start, in_axes=(0, None, None)))(keys, *data)
-      np.savez(file, weights=weights, updates=updates, accuracies=accuracies)
-      self._say(f"warm starts of {task}: {np.array(updates)} updates, accuracies {np.array(accuracies).round(3)}")
-    with np.load(file) as arrays:
-      return jnp.asarray(arrays["weights"])
+  def _warm_starts(self, task: str, seeds: set[int], *data: problems.Problems) -> WarmStarts:
+    """Returns the warm starts of all seeds of the plan; those that the folder lacks are made in one batch and kept."""
+    starts = WarmStarts(self.starts / f"warm_{task}.npz")
+    made = starts.make(seeds, Runner(self.settings[task], self.dtype), *data)
+    if made:
+      updates, accuracies = ([values[seed] for seed in made] for values in (starts.updates, starts.accuracies))
+      self._say(f"warm starts of {task}: {updates} updates, accuracies {np.round(accuracies, 3)}")
+    self.results.check_starts(task, starts.checksums())
+    return starts
 
-  def _chunks(self, task: str, cost: float, program: Program, runs: dict[plans.Run, Any], warm: jax.Array) -> None:
-    todo = list(runs)
+  def _chunks(self, task: str, cost: float, program: Program, runs: dict[plans.Run, Any], starts: WarmStarts) -> None:
+    todo, checksums = list(runs), starts.checksums()
     for first in range(0, len(todo), self.runs):
       chunk, start = todo[first : first + self.runs], time.monotonic()
       if start - self.began + 1.1 * cost * self.slowest > self.seconds:
         self._say(f"out of time with {len(todo) - first} runs of {task} to go")
         return
-      self.results.add(chunk, program([runs[run] for run in chunk], warm))
+      weights = np.stack([starts.weights[run.seed] for run in chunk])
+      self.results.add(chunk, program([runs[run] for run in chunk], weights), checksums)
       self.results.save(task)
       took = time.monotonic() - start
       self.slowest = max(self.slowest, took / cost)
@@ -134,42 +141,75 @@ class Sweep:
 SMOKE = ("ch3/sync@1", "ch3/PPO + GAC:2@1", "ch3/PPO + random skips:2@1", "ch3/VCPO, exact:2@1")
 
 
-def main(arguments: list[str] | None = None) -> plans.Results:
+def _chooser(results: pathlib.Path, seeds: set[int]) -> plans.ChooseRate:
+  """Returns the function that chooses rates by the condensed *results*, whose seeds must not be among *seeds*."""
+  tables: dict[str, Table] = {}
+
+  def choose(task: str, method: str, lag: int) -> float:
+    if task not in tables:
+      tables[task] = Table.load(results / f"lag_sweep_{task}.npz")
+    if used := sorted(seeds & set(tables[task].seeds)):
+      raise ValueError(f"the rates of {task} are chosen on seeds {used}; plan others, such as @1000-1019.")
+    return choose_rate(tables[task], method, lag)
+
+  return choose
+
+
+def _items(texts: list[str]) -> list[plans.Item]:
+  """Returns the items of a plan, with every rate that it leaves to be chosen looked up once, to fail early."""
+  choosing = [text for text in texts if text.endswith("%chosen")]
+  seeds = {seed for text in choosing for seed in plans.parse(text.removesuffix("%chosen")).seeds}
+  items = [plans.parse(text, _chooser(reports.RESULTS, seeds)) for text in texts]
+  for item in items:
+    for name, lag in itertools.product(item.names, item.lags):
+      item.rates_of(name, lag)
+  return items
+
+
+def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("plan", nargs="*", help="TASK/GROUP[:LAG,...][@SEEDS][%%RATE,...] ...")
-  parser.add_argument("--folder", type=pathlib.Path, help="of the runs; default runs/lag_sweep, or one for --smoke")
-  parser.add_argument("--results", type=pathlib.Path, help="where the report goes; default beside the page")
-  parser.add_argument("--data-dir", default="runs/data", help="of TFDS, where the folder lacks the tokenized problems")
-  parser.add_argument("--budget-s", type=float, default=float("inf"), help="when to stop, in seconds from the start")
+  parser.add_argument("items", nargs="*", help=plans.FORM.replace("%", "%%"))
+  parser.add_argument("--plan", type=pathlib.Path, help="a file with further items, one a line")
+  parser.add_argument("--folder", type=pathlib.Path, help="the runs; default runs/lag_sweep, or one for --smoke")
+  parser.add_argument("--warm-starts", type=pathlib.Path, help="the folder of warm_TASK.npz; default --folder")
+  parser.add_argument("--results", type=pathlib.Path, help="the folder of the report; default beside the page")
+  parser.add_argument("--data-dir", default="runs/data", help="TFDS, used where --folder lacks the tokenized problems")
+  parser.add_argument("--budget-s", type=float, default=float("inf"), help="the time limit in seconds from the start")
   parser.add_argument("--runs-per-device", type=int, default=64)
   parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
   parser.add_argument("--smoke", action="store_true", help="tiny sizes, for any machine")
   parser.add_argument("--report", action="store_true", help="condense the folder's runs; tables and figures")
+  return parser
+
+
+def main(arguments: list[str] | None = None) -> plans.Results:
+  parser = _parser()
   options = parser.parse_args(arguments)
   folder = options.folder or pathlib.Path("runs/lag_sweep_smoke" if options.smoke else "runs/lag_sweep")
   where = options.results or (folder if options.smoke else reports.RESULTS)
-  if not (options.plan or options.smoke or options.report):
+  if not (options.items or options.plan or options.smoke or options.report):
     parser.error("nothing to do: give a plan, --smoke or --report")
   if options.runs_per_device < 1:
     parser.error(f"--runs-per-device must be at least 1, got {options.runs_per_device}")
   try:
-    settings, items = problems.SETTINGS, [plans.parse(text) for text in options.plan]
-  except ValueError as error:
+    texts = [*options.items, *(plans.read(options.plan) if options.plan else [])]
+    settings, items = problems.SETTINGS, _items(texts)
+  except (ValueError, OSError) as error:
     parser.error(str(error))
   devices, runs, dtype = jax.devices(), options.runs_per_device, options.dtype
   if options.smoke:
     settings = {"ch3": dataclasses.replace(settings["ch3"], **problems.TINY)}
-    items = [dataclasses.replace(plans.parse(text), rates=(1e-2,)) for text in options.plan or SMOKE]
+    items = [dataclasses.replace(item, rates=(1e-2,), choose=None) for item in items or _items(list(SMOKE))]
     if others := {item.task for item in items} - set(settings):
       parser.error(f"--smoke is of task ch3 only, got {', '.join(others)}")
     devices, runs, dtype = devices[:2], 1, "float32"
-  sweep = Sweep(folder, settings, devices, runs, dtype, options.budget_s, options.data_dir)
-  sweep(items)
-  if options.report:
-    try:
+  sweep = Sweep(folder, settings, devices, runs, dtype, options.budget_s, options.data_dir, options.warm_starts)
+  try:
+    sweep(items)
+    if options.report:
       print(reports.report(sweep.results, where))
-    except ValueError as error:
-      parser.error(str(error))
+  except ValueError as error:
+    parser.error(str(error))
   return sweep.results
 
 
