@@ -19,8 +19,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 LEGEND = """Every ± is half of a 95 % interval (Student) over seeds. Differences to sync are paired by seed. A best rate
 has the highest mean over the very seeds that it is shown for, which flatters every method, and most of all those that
-were tried at many rates or in many variants: these tables choose, [which_correction.md](../which_correction.md) reports,
-on fresh seeds. * marks a best rate at the edge of those tried."""
+were tried at many rates or in many variants: these tables choose, and [which_correction.md](../which_correction.md)
+reports on fresh seeds. * marks a best rate at the edge of those tried."""
 
 #: Methods of the figures' panels.
 PANELS = {

@@ -29,12 +29,12 @@ class Interval(NamedTuple):
   Attributes:
     mean: the mean.
     half: half the width.
-    count: the number of values.
+    size: the number of values.
   """
 
   mean: float
   half: float
-  count: int
+  size: int
 
   @property
   def holds_zero(self) -> bool:

@@ -274,8 +274,8 @@ def test_controls_get_what_was_measured(tmp_path):
 
 
 def test_interval_is_students():
-  mean, half, count = tables.interval(np.array([1.0, 2.0, 3.0, np.nan]))
-  assert (mean, count) == (2.0, 3)
+  mean, half, size = tables.interval(np.array([1.0, 2.0, 3.0, np.nan]))
+  assert (mean, size) == (2.0, 3)
   assert math.isclose(half, 4.30265 / 3**0.5, rel_tol=1e-5)
   twenty = tables.interval(np.arange(20.0))
   assert math.isclose(twenty.half, 2.09302 * np.std(np.arange(20.0), ddof=1) / 20**0.5, rel_tol=1e-5)
@@ -302,7 +302,7 @@ def _table(rows: dict[tuple[str, int, float], list[float]], seeds: list[int]) ->
 def test_differences_are_paired_by_seed():
   table = _table({("PPO", 10, 1e-4): [0.1, 0.5, np.nan], ("sync", 0, 1e-4): [0.2, 0.6, 0.9]}, [3, 4, 5])
   got = table.difference(0, 1)
-  assert got.count == 2
+  assert got.size == 2
   assert math.isclose(got.mean, -0.1, rel_tol=1e-5)
   assert got.half < 1e-5  # although the seeds differ by .4
 
