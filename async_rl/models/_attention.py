@@ -5,9 +5,16 @@ Shapes: B rows, T tokens of a row, S cached positions, H query heads, N key/valu
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
+
+from async_rl.models._sharding import ROWS
+from async_rl.models._sharding import fit_sharding
 
 Array = jax.Array
 
@@ -15,13 +22,22 @@ BACKENDS = ("auto", "xla", "cudnn", "splash")
 _MASKED = -1e30  # finite, so that a fully masked (padding) query stays finite
 
 
-def resolve_backend(backend: str, platform: str) -> str:
-  """The backend that `backend` stands for: "auto" is cuDNN on GPUs, splash attention on TPUs, else XLA."""
+def resolve_backend(backend: str, device: jax.Device, head_dim: int) -> str:
+  """Returns the backend that `backend` stands for on a device, for heads of width `head_dim`.
+
+  "auto" is splash attention on TPUs, and cuDNN on GPUs that have it: of compute capability 8.0 and, for heads wider
+  than 128, 9.0. Everywhere else it is XLA.
+  """
   if backend not in BACKENDS:
     raise ValueError(f"attention must be one of {BACKENDS}, got attention={backend!r}.")
   if backend != "auto":
     return backend
-  return {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(platform, "xla")
+  if device.platform == "tpu":
+    return "splash"
+  if device.platform in ("gpu", "cuda"):
+    capability = float(device.compute_capability)
+    return "cudnn" if capability >= (8.0 if head_dim <= 128 else 9.0) else "xla"
+  return "xla"
 
 
 def self_attention(
@@ -37,30 +53,35 @@ def self_attention(
   backend: str = "xla",
   mesh: Mesh | None = None,
 ) -> Array:
-  """Causal attention of every token to the earlier tokens of its own segment.
+  """Attends from every token to itself and the earlier tokens of its own segment.
 
   Args:
     q: [B, T, H, d].
     k: [B, T, N, d].
     v: [B, T, N, d].
     segments: int32 [B, T]; tokens attend within equal segments only. Each segment is contiguous.
-    scale: of the logits.
-    window: how many latest positions are visible, the token itself included; `None`: all.
+    scale: the scale of the logits.
+    window: the number of latest positions that are visible, the token itself included; `None` shows all.
     local: bool [], whether `window` applies, so that scanned layers can differ.
-    softcap: c in c * tanh(logits / c).
-    backend: "xla"; "cudnn", which takes half precision without soft-caps and leaves the rest to "xla"; or "splash",
-      the TPU kernel, interpreted elsewhere.
-    mesh: on which "splash" is split by rows and heads; the other backends are split by the compiler.
+    softcap: the c in c * tanh(logits / c).
+    backend: "xla"; "cudnn", which takes half precision, even T, d a multiple of 8 and no soft-caps, and leaves the rest
+      to "xla"; or "splash", the TPU kernel, interpreted elsewhere.
+    mesh: the devices over which the kernels are split by rows and heads. The compiler splits "xla" by itself, but
+      kernels are opaque to it: cuDNN's fails where its mask happens to be laid out unlike its queries.
 
   Returns:
     [B, T, H, d] in q's dtype.
   """
+  options = {"scale": scale, "window": window}
   if backend == "splash":
     from async_rl.models._splash import splash_attention  # takes a third of a second to import
 
-    return splash_attention(q, k, v, segments, local, scale=scale, window=window, softcap=softcap, mesh=mesh)
-  if backend == "cudnn" and softcap is None and q.dtype in (jnp.bfloat16, jnp.float16):
-    return _cudnn_attention(q, k, v, segments, scale, window, local)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    kernel = functools.partial(splash_attention, softcap=softcap, interpret=platform != "tpu", **options)
+    return _split(kernel, mesh, k.shape)(q, k, v, segments, jnp.asarray(local))
+  if backend == "cudnn" and softcap is None and _suits_cudnn(q):
+    kernel = functools.partial(_cudnn_attention, **options)
+    return _split(kernel, mesh, k.shape)(q, k, v, segments, jnp.asarray(local))
   distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
   visible = distance >= 0
   if window is not None:
@@ -73,8 +94,30 @@ def self_attention(
   return jnp.einsum("bngts,bsnd->btngd", probs, v).reshape(q.shape).astype(q.dtype)
 
 
+def _split(kernel: Callable[..., Array], mesh: Mesh | None, shape: tuple[int, ...]) -> Callable[..., Array]:
+  """Returns `kernel(q, k, v, segments, local)` that every device runs on its own rows and heads.
+
+  Args:
+    kernel: the function of whole arrays.
+    mesh: the devices: rows go over ("data", "fsdp"), heads over "tensor", where these divide them.
+    shape: the shape of k, [B, T, N, d].
+  """
+  if mesh is None:
+    return kernel
+  heads = fit_sharding(mesh, (ROWS, None, "tensor"), shape).spec
+  rows = PartitionSpec(heads[0])
+  return jax.shard_map(
+    kernel, mesh=mesh, in_specs=(heads, heads, heads, rows, PartitionSpec()), out_specs=heads, check_vma=False
+  )
+
+
+def _suits_cudnn(q: Array) -> bool:
+  """Returns whether cuDNN takes arrays of this dtype and shape, with a mask and gradients."""
+  return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[1] % 2 == 0 and q.shape[3] % 8 == 0
+
+
 def _cudnn_attention(
-  q: Array, k: Array, v: Array, segments: Array, scale: float, window: int | None, local: Array | bool
+  q: Array, k: Array, v: Array, segments: Array, local: Array, *, scale: float, window: int | None
 ) -> Array:
   mask = segments[:, None, :, None] == segments[:, None, None, :]
 
@@ -91,16 +134,16 @@ def cache_attention(
   q: Array, k: Array, v: Array, positions: Array, *, scale: float, window: int | None = None,
   softcap: float | None = None,
 ) -> Array:  # fmt: skip
-  """Attention of one new token per row to a cache that already holds it.
+  """Attends from one new token per row to a cache that already holds it.
 
   Args:
     q: [B, H, d].
     k: [B, N, S, d]; this layout needs no transposition for the products below.
     v: [B, N, S, d].
-    positions: int32 [B], index of the new token; later entries of the cache are ignored.
-    scale: of the logits.
-    window: as in `self_attention`.
-    softcap: c in c * tanh(logits / c).
+    positions: int32 [B], the index of the new token; later entries of the cache are ignored.
+    scale: the scale of the logits.
+    window: the number of latest positions that are visible, as in `self_attention`.
+    softcap: the c in c * tanh(logits / c).
 
   Returns:
     [B, H, d] in q's dtype.

@@ -170,7 +170,7 @@ class Policy:
       raise ValueError(f"remat must be one of {REMAT}, got remat={self.remat!r}.")
     if self.dtype not in ("float32", "bfloat16"):
       raise ValueError(f"dtype must be 'float32' or 'bfloat16', got dtype={self.dtype!r}.")
-    _attention.resolve_backend(self.attention, self._platform)
+    _attention.resolve_backend(self.attention, self._device, self.config.head_dim)
 
   def init(self, key: Array) -> Params:
     """Random parameters, layers stacked: float32, but with `lora` the frozen ones are `as_used`."""
@@ -279,8 +279,8 @@ class Policy:
     return params.get("adapters", [None] * self.config.num_layers if isinstance(params["layers"], list) else None)
 
   @property
-  def _platform(self) -> str:
-    return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+  def _device(self) -> jax.Device:
+    return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 
   def _per_layer(self) -> tuple[np.ndarray, np.ndarray]:
     """Of every layer: whether it is local, bool [L], and its rotary frequencies, float32 [L, d / 2]."""
@@ -296,7 +296,7 @@ class Policy:
         window=self.config.sliding_window,
         local=local,
         softcap=self.config.attention_softcap,
-        backend=_attention.resolve_backend(self.attention, self._platform),
+        backend=_attention.resolve_backend(self.attention, self._device, self.config.head_dim),
         mesh=self.mesh,
       )  # fmt: skip
       out = checkpoint_name(out, "attention")

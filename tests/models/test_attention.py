@@ -1,11 +1,14 @@
-"""The splash kernel, interpreted, against plain attention: values, gradients, windows, soft-caps, segments, a mesh."""
+"""Attention kernels: splash, interpreted, against plain attention; cuDNN, lowered; both split over a mesh."""
 
 import functools
+import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -52,7 +55,7 @@ def test_splash_equals_xla(local, options, monkeypatch):
 
 @pytest.mark.parametrize("groups", [2, 1])  # one that "tensor" divides and one that it does not
 def test_splash_on_a_mesh_equals_xla(groups):
-  *qkv, segments = inputs(batch=4 // 2 * 2, groups=groups)
+  *qkv, segments = inputs(groups=groups)
   mesh = jax.make_mesh(
     (1, 2, 2), ("data", "fsdp", "tensor"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 3
   )
@@ -80,7 +83,82 @@ def test_a_policy_can_use_splash():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, expected)
 
 
-def test_auto_is_the_backend_of_the_platform():
-  kinds = {platform: _attention.resolve_backend("auto", platform) for platform in ("cpu", "gpu", "tpu")}
-  assert kinds == {"cpu": "xla", "gpu": "cudnn", "tpu": "splash"}
-  assert _attention.resolve_backend("xla", "tpu") == "xla"
+def cudnn_calls(text):
+  """The operand shapes of each call of cuDNN's attention in a lowered program, e.g. "2x64x2x16xbf16"."""
+  calls = re.findall(r"custom_call @__cudnn\$fmhaScaleBiasSoftmax\w*\(.*?: \(([^)]*)\) ->", text)
+  return [re.findall(r"tensor<([^>]*)>", operands) for operands in calls]
+
+
+@pytest.fixture
+def cudnn_is_found(monkeypatch):
+  monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 90800)
+
+
+@pytest.mark.usefixtures("cudnn_is_found")
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_each_gpu_calls_cudnn_on_its_own_rows_and_heads(tensor):
+  """Lowered for GPUs. The mask of a prefill is a constant, which the compiler would not split as it splits queries."""
+  mesh = jax.make_mesh(
+    (4 // tensor, 1, tensor), ("data", "fsdp", "tensor"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 3
+  )
+  config = models.ModelConfig(
+    vocab_size=64, d_model=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=32,
+    sliding_window=5, global_every=2,
+  )  # fmt: skip
+  policy = models.Policy(config, attention="cudnn", mesh=mesh)
+  rows = jax.ShapeDtypeStruct((8, 64), jnp.int32)
+
+  def prefill(params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(64)[None], tokens.shape)
+    return policy.prefill(params, tokens, jnp.ones_like(tokens), positions)
+
+  def gradient(params, tokens, segments):
+    return jax.grad(lambda p: jnp.mean(models.score(policy, p, tokens, segments, segments).logprobs))(params)
+
+  lower = lambda f, *x: jax.jit(f).trace(policy.abstract(), *x).lower(lowering_platforms=("cuda",)).as_text()
+  queries, keys = f"{2 * tensor}x64x{4 // tensor}x16xbf16", f"{2 * tensor}x64x{2 // tensor}x16xbf16"
+  operands = [queries, keys, keys, f"{2 * tensor}x1x64x64xbf16"]
+  forward = cudnn_calls(lower(prefill, rows))
+  assert forward == [operands] * 2  # a window, and none
+  both = cudnn_calls(lower(gradient, rows, rows))
+  assert len(both) == 4  # forward and backward
+  assert all(call[:3] == operands[:3] for call in both)
+
+
+@pytest.mark.usefixtures("cudnn_is_found")
+@pytest.mark.parametrize(
+  ("dtype", "length", "width", "options"),
+  [
+    (jnp.float32, 64, 16, {}),
+    (jnp.bfloat16, 63, 16, {}),
+    (jnp.bfloat16, 64, 12, {}),
+    (jnp.bfloat16, 64, 16, {"softcap": 5.0}),
+    (jnp.bfloat16, 64, 16, None),
+  ],
+)
+def test_shapes_that_cudnn_refuses_are_left_to_the_compiler(dtype, length, width, options):
+  q = jax.ShapeDtypeStruct((2, length, 2, width), dtype)
+  segments = jnp.ones((2, length), jnp.int32)
+  attend = functools.partial(models.self_attention, segments=segments, scale=0.3, backend="cudnn", **(options or {}))
+  text = jax.jit(lambda q, k, v: attend(q, k, v)).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
+  assert len(cudnn_calls(text)) == (options is None)
+
+
+@pytest.mark.parametrize(
+  ("platform", "capability", "head_dim", "expected"),
+  [
+    ("cpu", None, 128, "xla"),
+    ("tpu", None, 128, "splash"),
+    ("gpu", "7.5", 64, "xla"),
+    ("gpu", "8.0", 128, "cudnn"),
+    ("gpu", "8.9", 256, "xla"),
+    ("gpu", "9.0", 256, "cudnn"),
+    ("gpu", "10.0", 256, "cudnn"),
+  ],
+)
+def test_auto_is_the_backend_of_the_device(platform, capability, head_dim, expected):
+  device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+  assert _attention.resolve_backend("auto", device, head_dim) == expected
+  assert _attention.resolve_backend("xla", device, head_dim) == "xla"
+  with pytest.raises(ValueError, match="attention must be one of .* got attention='flash'"):
+    _attention.resolve_backend("flash", device, head_dim)
