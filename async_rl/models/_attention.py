@@ -72,15 +72,16 @@ def self_attention(
   Returns:
     [B, T, H, d] in q's dtype.
   """
-  options = {"scale": scale, "window": window}
   if backend == "splash":
     from async_rl.models._splash import splash_attention  # takes a third of a second to import
 
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    kernel = functools.partial(splash_attention, softcap=softcap, interpret=platform != "tpu", **options)
+    kernel = functools.partial(
+      splash_attention, scale=scale, window=window, softcap=softcap, interpret=platform != "tpu"
+    )
     return _split(kernel, mesh, k.shape)(q, k, v, segments, jnp.asarray(local))
   if backend == "cudnn" and softcap is None and _suits_cudnn(q):
-    kernel = functools.partial(_cudnn_attention, **options)
+    kernel = functools.partial(_cudnn_attention, scale=scale, window=window)
     return _split(kernel, mesh, k.shape)(q, k, v, segments, jnp.asarray(local))
   distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
   visible = distance >= 0
