@@ -11,14 +11,15 @@ MAX_CHARS = 400
 MAX_DEPTH = 40
 MAX_BITS = 1024
 
-_TOKEN = re.compile(r"\s*(?:([0-9]{1,30}(?:\.[0-9]{1,30})?)(?![0-9.])|(\*\*|[-+*/^()]))")
-_SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
+_TOKEN = re.compile(r"\s*(?:([0-9]{1,30}(?:\.[0-9]{1,30})?)(?![0-9.])|(\*\*|[-+*/^()\[\]]))")
+_SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
+_CLOSING = {"(": ")", "[": "]"}
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 4}
 _UNARY_BINDING = 3
 
 
 def evaluate(text: str, powers: bool = False) -> tuple[Fraction, list[Fraction]]:
-  """Evaluates an expression of numbers, `+ - * / ( )` and, if allowed, powers (`^` or `**`, right-associative).
+  """Evaluates an expression of numbers, `+ - * / ( ) [ ]` and, if allowed, powers (`^` or `**`, right-associative).
 
   Args:
     text: the expression; the signs ×, ÷ and − are understood, too.
@@ -74,10 +75,10 @@ class _Parser:
     if isinstance(token, Fraction):
       self.numbers.append(token)
       return token
-    if token == "(":
+    if token in _CLOSING:
       value = self.expression(0, depth)
-      if self.next != ")":
-        raise ValueError("a parenthesis is not closed")
+      if self.next != _CLOSING[token]:
+        raise ValueError(f"{token!r} is not closed")
       self._advance()
       return value
     if token in ("+", "-"):

@@ -6,13 +6,16 @@ import dataclasses
 import os
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from async_rl.tasks._jsonl import answer_field
 from async_rl.tasks._jsonl import read_jsonl
+from async_rl.tasks._jsonl import text_field
 from async_rl.tasks._numbers import final_answer
-from async_rl.tasks._records import as_text
+from async_rl.tasks._numbers import plain_number
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
 from async_rl.tasks._task import question
@@ -27,11 +30,13 @@ class GSM8K:
   The reward is 1 if the completion has ended and its final number equals the reference exactly, otherwise 0.
 
   Attributes:
-    folder: holds the original `train.jsonl` and `test.jsonl`; None takes `gsm8k` of TFDS, downloaded if need be.
-    data_dir: where TFDS keeps its data sets; None means its default.
-    answer: "last" takes the number after `####`, else that in `\boxed{}`, else the last one of the text; "marked" gives
-      no reward without `####` or `\boxed{}`.
-    instruction: follows the question.
+    folder: the folder with `train.jsonl` and `test.jsonl`, one object per line with `question` and `answer`. The latter
+      is a solution that ends in `#### number`, as in the original, or a plain number. None takes `gsm8k` of TFDS,
+      downloaded if need be.
+    data_dir: the folder in which TFDS keeps its data sets; None means its default.
+    answer: the place of a completion's answer: "last" takes the number after `####`, else that in `\boxed{}`, else the
+      last one of the text; "marked" gives no reward without `####` or `\boxed{}`.
+    instruction: the text that follows the question.
     chat: whether prompts are conversations, for instruct models, or plain text.
   """
 
@@ -51,24 +56,39 @@ class GSM8K:
   def prompts(self, split: str) -> Sequence[Prompt]:
     known("split", split, ("train", "test"))
     if self.folder is not None:
-      return Prompts(read_jsonl(os.path.join(self.folder, f"{split}.jsonl"), ("question", "answer")), self.prompt)
+      path = os.path.join(self.folder, f"{split}.jsonl")
+      return Prompts(read_jsonl(path, ("question", "answer"), lambda record: self.prompt(0, record)), self.prompt)
     return Prompts(_from_tfds(split, self.data_dir), self.prompt)
 
   def prompt(self, id: int, record: dict[str, Any]) -> Prompt:
-    """The prompt of one record with `question` and `answer`; the latter ends in `#### number`."""
-    problem, answer = (as_text(record[key]).strip() for key in ("question", "answer"))
-    return question(id, problem, self.instruction, self.chat, answer)
+    """Returns the prompt of one record with `question` and `answer`.
+
+    Raises:
+      ValueError: if one of them is no text, or the answer holds no number.
+    """
+    answer = answer_field(record, "answer")
+    if _reference(answer) is None:
+      raise ValueError(f"field 'answer' must be a number, or end in '#### ' and a number, got {answer[-80:]!r}")
+    return question(id, text_field(record, "question"), self.instruction, self.chat, answer)
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     if finish != STOP:  # its last number may be cut in two
       return 0.0
     found = final_answer(text, marked=self.answer == "marked")
-    return float(found is not None and found == final_answer(prompt.answer, marked=True))
+    return float(found is not None and found == _reference(prompt.answer))
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
-    """The reference solution without its calculator annotations."""
+    """Returns the reference solution without its calculator annotations; `#### number` where there is only that."""
     del rng
+    if final_answer(prompt.answer, marked=True) is None:
+      return f"#### {prompt.answer}"
     return re.sub(r"<<[^<>]*>>", "", prompt.answer)
+
+
+def _reference(answer: str) -> Fraction | None:
+  """The number of a reference answer: after `####`, or the whole of it."""
+  number = final_answer(answer, marked=True)
+  return plain_number(answer) if number is None else number
 
 
 def _from_tfds(split: str, data_dir: str | None) -> Sequence[dict[str, Any]]:

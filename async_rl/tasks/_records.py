@@ -62,11 +62,6 @@ def served(
   return builder.as_data_source()
 
 
-def as_text(value: str | bytes) -> str:
-  """TFDS hands out text as bytes, JSON as str."""
-  return value.decode() if isinstance(value, bytes) else value
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
   """Silences TFDS, which speaks of downloads and warns of the folder that it is about to make."""

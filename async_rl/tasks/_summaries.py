@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.tasks._jsonl import read_jsonl
-from async_rl.tasks._records import as_text
+from async_rl.tasks._jsonl import text_field
 from async_rl.tasks._task import Preference
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
@@ -59,7 +59,8 @@ class Summaries:
   def prompts(self, split: str) -> Sequence[Prompt]:
     known("split", split, ("train", "test"))
     if self.folder is not None:
-      return Prompts(read_jsonl(os.path.join(self.folder, f"{split}.jsonl"), (self.post, self.summary)), self.prompt)
+      path = os.path.join(self.folder, f"{split}.jsonl")
+      return Prompts(read_jsonl(path, (self.post, self.summary), lambda record: self.prompt(0, record)), self.prompt)
     import tensorflow_datasets as tfds
 
     builder = tfds.builder(self.dataset, data_dir=self.data_dir, file_format="array_record")
@@ -69,10 +70,17 @@ class Summaries:
     return Prompts(builder.as_data_source(split=split), self.prompt)
 
   def prompt(self, id: int, record: dict[str, Any]) -> Prompt:
-    """The prompt of one record, ending in `TL;DR:`."""
+    """Returns the prompt of one record, ending in `TL;DR:`.
+
+    Raises:
+      ValueError: if a field is no text, or the post or the summary is blank.
+    """
     heads = (("SUBREDDIT: r/", "subreddit"), ("TITLE: ", "title"), ("POST: ", self.post))
-    parts = [head + as_text(record[field]).strip() for head, field in heads if record.get(field)]
-    return Prompt(id, "\n\n".join([*parts, "TL;DR:"]), as_text(record[self.summary]).strip())
+    parts = [head + text_field(record, field) for head, field in heads if record.get(field) or field == self.post]
+    summary = text_field(record, self.summary)
+    if not _words(summary):
+      raise ValueError(f"field {self.summary!r} must hold a word, so that a summary can share one; got {summary!r:.80}")
+    return Prompt(id, "\n\n".join([*parts, "TL;DR:"]), summary)
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     return rouge_l(text, prompt.answer) if finish == STOP else self.missing_end
@@ -88,7 +96,19 @@ class Summaries:
     if self.folder is None:
       raise ValueError("preferences come from the folder: give folder")
     path = os.path.join(self.folder, f"{split}_preferences.jsonl")
-    return [Preference(*(r[field] for field in Preference._fields)) for r in read_jsonl(path, Preference._fields)]
+    return [_preference(record) for record in read_jsonl(path, Preference._fields, _preference)]
+
+
+def _preference(record: dict[str, Any]) -> Preference:
+  """The comparison of one record. The completions are taken as they are: white space and nothing are ones, too."""
+  if not isinstance(record["prompt"], list):
+    text_field(record, "prompt")
+  for field in ("chosen", "rejected"):
+    if not isinstance(record[field], str):
+      raise ValueError(f"field {field!r} must be a text, got {record[field]!r:.80}")
+  if record["chosen"] == record["rejected"]:
+    raise ValueError("fields 'chosen' and 'rejected' are the same text, so there is no preference")
+  return Preference(record["prompt"], record["chosen"], record["rejected"])
 
 
 def rouge_l(text: str, reference: str, max_words: int = 400) -> float:
@@ -97,7 +117,7 @@ def rouge_l(text: str, reference: str, max_words: int = 400) -> float:
   >>> round(rouge_l("The cat sat.", "the cat sat down"), 3)
   0.857
   """
-  words, others = ([w.lower() for w in re.findall(r"\w+", t)[:max_words]] for t in (text, reference))
+  words, others = _words(text)[:max_words], _words(reference)[:max_words]
   if not words or not others:
     return 0.0
   longest = [0] * (len(others) + 1)
@@ -106,3 +126,7 @@ def rouge_l(text: str, reference: str, max_words: int = 400) -> float:
     for j, other in enumerate(others, 1):
       diagonal, longest[j] = longest[j], diagonal + 1 if word == other else max(longest[j], longest[j - 1])
   return 2 * longest[-1] / (len(words) + len(others))
+
+
+def _words(text: str) -> list[str]:
+  return [word.lower() for word in re.findall(r"\w+", text)]

@@ -99,6 +99,10 @@ class Prompts(Sequence[Prompt]):
     self._records = records
     self._make = make
 
+  def where(self, index: int) -> str:
+    """Returns the place of a prompt in its file, where the records know it, otherwise its number."""
+    return self._records.where(index) if hasattr(self._records, "where") else f"prompt {index}"
+
   def __len__(self) -> int:
     return len(self._records)
 

@@ -138,6 +138,102 @@ def test_bad_data_is_named(tmp_path):
     tasks.GSM8K(answer="mark")
 
 
+#: What a line of the file holds, and what is right: the number that earns the reward, or a part of the error.
+ANSWERS = [
+  ('"#### 72"', "72"),
+  ('"72"', "72"),
+  ("72", "72"),
+  ("72.5", "72.5"),
+  ("-3", "-3"),
+  ("1e3", "1000"),
+  ('"$1,000."', "1000"),
+  ('"1_000"', "1000"),
+  ('"18 000"', "18000"),
+  ('"１８"', "18"),
+  ('"50%"', "50"),
+  ('"−5"', "-5"),
+  ('"1/2"', "0.5"),
+  ('"9*8=72\\n####\\n72"', "72"),
+  ('"#### 18 / 2 = 9"', "9"),
+  ('"#### seventy-two"', "field 'answer' must be a number"),
+  ('"seventy-two"', "field 'answer' must be a number"),
+  ('"There are 72."', "field 'answer' must be a number"),
+  ('"#### 18 / 2"', "field 'answer' must be a number"),
+  ('"1e9999999"', "field 'answer' must be a number"),
+  ('"NaN"', "field 'answer' must be a number"),
+  ('"####"', "field 'answer' must be a number"),
+  ('" "', "field 'answer' must be a text that is not blank"),
+  ("true", "field 'answer' must be a text or a number, got True"),
+  ("[72]", r"field 'answer' must be a text or a number, got \[72\]"),
+  ('{"value": 72}', "field 'answer' must be a text or a number"),
+  ("null", r"missing: \['answer'\]"),
+  ("NaN", "NaN is no JSON"),
+  ("-Infinity", "-Infinity is no JSON"),
+  ("1" * 5000, "not JSON|must be a number|Exceeds the limit"),
+  ("1e999", "field 'answer' must be a number"),
+]
+
+
+@pytest.mark.parametrize(("answer", "right"), ANSWERS, ids=[answer[:20] for answer, _ in ANSWERS])
+def test_answers_work_or_are_refused_with_file_line_and_field(tmp_path, answer, right):
+  text = f'{{"question": "a", "answer": "#### 1"}}\n\n{{"question": "b", "answer": {answer}}}\n'
+  (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
+  task = tasks.GSM8K(tmp_path)
+  if right[-1].isdigit():
+    prompt = task.prompts("train")[1]
+    assert task.reward(prompt, f"#### {right}", STOP) == 1.0
+    assert task.reward(prompt, "#### 123456", STOP) == 0.0
+    assert task.reward(prompt, task.solution(prompt, np.random.default_rng(0)), STOP) == 1.0
+  else:
+    with pytest.raises(ValueError, match=rf"train\.jsonl:3: .*({right})"):
+      task.prompts("train")
+
+
+#: Whole lines of a file, and a part of the error; None where the line is fine.
+LINES = [
+  ('{"question": "cut \\ud83d", "answer": "1"}', "'question' holds half of a surrogate pair"),
+  ('{"question": "whole \\ud83d\\ude00", "answer": "1"}', None),
+  ('{"question": "a", "answer": "1 \\udc00"}', "'answer' holds half of a surrogate pair"),
+  ('{"question": "a", "answer": "1", "source": ["\\ud800"]}', "'source' holds half of a surrogate pair"),
+  ('{"question": 5, "answer": "1"}', "'question' must be a text that is not blank, got 5"),
+  ('{"question": " \\n", "answer": "1"}', "'question' must be a text that is not blank"),
+  ('{"question": "a", "question": "b", "answer": "1"}', "'question' occurs twice"),
+  ('{"question": "a"}', r"missing: \['answer'\]"),
+  ('["a", "1"]', "expected an object"),
+  ('"a"', "expected an object"),
+  ("null", "expected an object"),
+  ('{"question": "a", "answer": "1"} {}', "not JSON: Extra data"),
+  ("{'question': 'a', 'answer': '1'}", "not JSON"),
+  ('{"question": "a", "answer": "1",}', "not JSON"),
+  ("[" * 100_000, "nested too deeply"),
+  ('{"question": "' + "long " * 50_000 + '", "answer": "1"}', None),
+  ('\t {"question": "a", "answer": "1"} \r', None),
+  ('{"question": "\\u2028 line", "answer": "1"}', None),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), LINES, ids=[line[:30] for line, _ in LINES])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_lines_are_read_or_refused_with_file_and_line(tmp_path, line, message, newline):
+  """Behind a byte-order mark, a good line and a blank one."""
+  text = newline.join(["\ufeff" + '{"question": "first", "answer": "1"}', "", line])
+  (tmp_path / "train.jsonl").write_bytes(text.encode())
+  task = tasks.GSM8K(tmp_path)
+  if message is None:
+    prompts = task.prompts("train")
+    assert len(prompts) == 2
+    assert prompts.where(1) == f"{tmp_path}/train.jsonl:3"
+  else:
+    with pytest.raises(ValueError, match=rf"train\.jsonl:3: .*{message}"):
+      task.prompts("train")
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+  (tmp_path / "train.jsonl").write_bytes(b'{"question": "a", "answer": "1"}\n{"question": "caf\xe9", "answer": "1"}')
+  with pytest.raises(ValueError, match=r"train\.jsonl:2: not UTF-8"):
+    tasks.GSM8K(tmp_path).prompts("train")
+
+
 def test_whole_data_set():
   """Every reference solution of the real data set earns the reward."""
   folder = pathlib.Path(os.environ.get("ASYNC_RL_GSM8K", ""))

@@ -36,6 +36,39 @@ def test_summaries(posts):
     tasks.Summaries()
 
 
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"post": ""}, "'post' must be a text that is not blank"),
+    ({"post": 5}, "'post' must be a text that is not blank, got 5"),
+    ({"title": ["My cat"]}, "'title' must be a text"),
+    ({"summary": "..."}, "'summary' must hold a word"),
+    ({"summary": None}, r"missing: \['summary'\]"),
+    ({"title": "\ud83d"}, "'title' holds half of a surrogate pair"),
+  ],
+)
+def test_a_record_of_no_use_is_refused_at_load(tmp_path, fields, message):
+  rows = [{"post": "a", "summary": "b"}, {"post": "a", "summary": "b"} | fields]
+  (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  with pytest.raises(ValueError, match=rf"train\.jsonl:2: .*{message}"):
+    tasks.Summaries(tmp_path).prompts("train")
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"prompt": " "}, "'prompt' must be a text that is not blank"),
+    ({"chosen": 1}, "'chosen' must be a text, got 1"),
+    ({"chosen": "bad"}, "'chosen' and 'rejected' are the same text"),
+  ],
+)
+def test_a_comparison_of_no_use_is_refused_at_load(tmp_path, fields, message):
+  row = {"prompt": "p", "chosen": "good", "rejected": "bad"} | fields
+  (tmp_path / "train_preferences.jsonl").write_text(json.dumps(row))
+  with pytest.raises(ValueError, match=rf"train_preferences\.jsonl:1: .*{message}"):
+    tasks.Summaries(tmp_path).preferences("train")
+
+
 def test_summaries_from_tfds(tmp_path):
   import tensorflow_datasets as tfds
 
