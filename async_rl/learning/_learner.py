@@ -230,9 +230,10 @@ class Learner:
 
   def sampler_params(self, state: TrainState) -> models.Params:
     """The weights to draw with: the parameters, or ahead of them if the optimizer has a `lead_by_momentum`."""
+    if not stabilizers.has_lead(state.opt_state):
+      return state.params
     trainable = models.split_trainable(state.params)[0]
-    leading = stabilizers.leading_params(trainable, state.opt_state)
-    return state.params if leading is trainable else _with_frozen(state.params, leading)
+    return _with_frozen(state.params, stabilizers.leading_params(trainable, state.opt_state))
 
   def compilations(self) -> int:
     """How many programs the step has been compiled to; 1 after the first call, and it should stay so."""

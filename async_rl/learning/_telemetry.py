@@ -24,7 +24,9 @@ _OPTIMIZER_METRICS = {
   "alignment_regime": "stabilizers/alignment_regime",
   "skip_count": "stabilizers/skips",
   "ess_scale": "stabilizers/ess_scale",
-  "ess_reference": "stabilizers/ess_reference",
+  "forced_count": "stabilizers/forced",
+  "ess_undefined_count": "stabilizers/ess_undefined",
+  "on_policy_ess_ratio": "stabilizers/on_policy_ess_ratio",
   "grad_cosine": "grad/cosine_to_previous",
   "grad_spike_count": "grad/spikes",
 }

@@ -14,63 +14,56 @@ from async_rl.stabilizers import _statistics
 
 
 class ScaleByEssState(NamedTuple):
-  """State of `scale_by_ess`: what the last update saw. Each field can be read by `optax.tree.get`."""
+  """State of `scale_by_ess`. Each field can be read by `optax.tree.get`."""
 
-  ess_ratio: jax.Array  # shape=(), dtype=float32
-  ess_scale: jax.Array  # shape=(), dtype=float32
-  ess_reference: jax.Array  # shape=(), dtype=float32
-  ess_reference_count: jax.Array  # shape=(), dtype=int32, on-policy batches seen
-
-
-def _running_reference(
-  state: ScaleByEssState, ratio: jax.Array, on_policy: ArrayLike, decay: float | jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """The reference and its count after a batch; the first on-policy one replaces the initial reference."""
-  measured = jnp.asarray(on_policy, bool) & (ratio > 0)
-  decay = jnp.where(state.ess_reference_count > 0, decay, 0.0)
-  moved = (decay * state.ess_reference + (1.0 - decay) * ratio).astype(jnp.float32)
-  return (
-    jnp.where(measured, moved, state.ess_reference),
-    jnp.where(measured, optax.safe_increment(state.ess_reference_count), state.ess_reference_count),
-  )
+  ess_ratio: jax.Array  # shape=(), dtype=float32, of the last batch
+  ess_scale: jax.Array  # shape=(), dtype=float32, of the last update
+  ess_undefined_count: jax.Array  # shape=(), dtype=int32, batches so far without a usable ratio
 
 
 def scale_by_ess(
-  power: float | jax.Array = 0.5,
-  reference: float | jax.Array = 1.0,
-  *,
-  reference_decay: float | jax.Array | None = None,
+  power: float | jax.Array = 0.5, on_policy_ratio: float | jax.Array = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Scales updates by how much of the batch its importance weights leave effective.
+  r"""Scales updates by the effective sample size of the batch's importance weights.
 
-  .. math:: u \leftarrow u \cdot \min(1, \rho / \rho_\mathrm{ref})^\mathrm{power}, \qquad
-    \rho = \frac{1}{B} \frac{(\sum_i w_i)^2}{\sum_i w_i^2}
+  .. math:: u \leftarrow u \cdot \min(1, \rho / \rho_0)^\mathrm{power}
 
-  `update` needs the extra argument `log_weights`, float32 [B]: for each sequence of the *whole* optimizer batch the sum
-  over its trained tokens of log pi - log mu, neither clipped nor truncated. It takes a second one, `log_weights_mask`,
-  bool [B], which is False on rows without trained tokens (default: all rows count). Inside `shard_map`, gather
-  both over the shards first.
+  .. math:: \rho = \frac{1}{B} \frac{(\sum_i w_i)^2}{\sum_i w_i^2}
+
+  **Extra arguments of `update`**
+
+  - `log_weights`, float32 [B], required: for each sequence of the *whole* optimizer batch the sum over its trained
+    tokens of log pi - log mu, neither clipped nor truncated.
+  - `log_weights_mask`, bool [B]: False on rows without trained tokens. By default all rows count.
+
+  Inside `shard_map`, pass the values of all shards. `jax.lax.all_gather` fails under the default `check_vma=True`,
+  because its result counts as varying; a sum of padded slices does not::
+
+    whole = jnp.zeros((jax.lax.axis_size(axis), *local.shape), local.dtype).at[jax.lax.axis_index(axis)].set(local)
+    log_weights = jax.lax.psum(whole, axis).reshape(-1)
+
+  `optax.MultiSteps` passes the extra arguments of the last micro-batch only: accumulate gradients outside, or pass the
+  whole batch's `log_weights` with every micro-batch.
 
   **Place it last**, after the preconditioner and the learning rate: it sets the learning rate of this step only, and so
   scales decoupled weight decay too. Before Adam a factor that changes slowly cancels, because Adam divides by the
   size of the updates that it is given.
 
-  **The reference** is the ratio of the same set-up when nothing is stale: below 1 where sampler and trainer differ
-  numerically (0.65 to 0.75 is common). With `reference_decay`, it is measured: `update` then also needs the extra
-  argument `on_policy`, bool [], True when no token of the batch is stale; the first such batch sets the reference to
-  its ratio, the later ones move it. Until then `reference` serves.
+  **The on-policy ratio** :math:`\rho_0` is the ratio of the same set-up when nothing is stale: below 1 where sampler
+  and trainer differ numerically (0.65 to 0.75 is common). It can be measured while training, see
+  `track_on_policy_ratio`, or scheduled, by `optax.inject_hyperparams` as any number.
 
   Args:
-    power: exponent, >= 0. 0.5 in the paper; 1 gives a step proportional to the effective sample size.
-    reference: rho_ref, > 0.
-    reference_decay: decay per on-policy batch of the running reference, in [0, 1); None keeps `reference` fixed.
+    power: the exponent, >= 0. 0.5 in the paper; 1 gives a step proportional to the effective sample size.
+    on_policy_ratio: the ratio from which the step is not shortened, > 0.
 
   Returns:
-    The transformation. Its state (`ScaleByEssState`) holds the last ratio, scale and reference.
+    The transformation. Where the ratio is undefined (a log-weight is NaN or +inf, no row counts) the updates are zero,
+    and `ess_undefined_count` grows.
 
   Raises:
-    ValueError: if an argument is out of range, or `log_weights` is not of rank 1.
-    TypeError: from `update`, if `log_weights` (or `on_policy`, where needed) is not given.
+    ValueError: if an argument is out of range; from `update`, if `log_weights` is not of rank 1.
+    TypeError: from `update`, if `log_weights` is not given.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -91,17 +84,15 @@ def scale_by_ess(
     https://arxiv.org/abs/2602.17616
   """
   _validation.check_number("power", power, at_least=0)
-  _validation.check_number("reference", reference, above=0)
-  if reference_decay is not None:
-    _validation.check_number("reference_decay", reference_decay, at_least=0, below=1)
+  remedy = "wrap scale_by_ess in optax.inject_hyperparams to pass a schedule" if callable(on_policy_ratio) else ""
+  _validation.check_number("on_policy_ratio", on_policy_ratio, above=0, remedy=remedy)
 
   def init(params: optax.Params) -> ScaleByEssState:
     del params
     return ScaleByEssState(
       ess_ratio=jnp.ones([], jnp.float32),
       ess_scale=jnp.ones([], jnp.float32),
-      ess_reference=jnp.array(reference, jnp.float32),
-      ess_reference_count=jnp.zeros([], jnp.int32),
+      ess_undefined_count=jnp.zeros([], jnp.int32),
     )
 
   def update(
@@ -111,20 +102,112 @@ def scale_by_ess(
     *,
     log_weights: ArrayLike,
     log_weights_mask: ArrayLike | None = None,
-    on_policy: ArrayLike | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, ScaleByEssState]:
     del params, extra_args
-    if jnp.ndim(log_weights) != 1:
-      raise ValueError(f"log_weights must be one value per sequence, shape [B], got shape {jnp.shape(log_weights)}")
+    _check_log_weights(log_weights)
     ratio = _arrays.ess_ratio(log_weights, log_weights_mask)
-    current, count = jnp.asarray(reference, jnp.float32), state.ess_reference_count
-    if reference_decay is not None:
-      if on_policy is None:
-        raise TypeError("scale_by_ess with reference_decay needs the extra argument on_policy (bool) in update")
-      current, count = _running_reference(state, ratio, on_policy, reference_decay)
-    scale = jnp.power(jnp.minimum(1.0, ratio / current), power).astype(jnp.float32)
-    updates = jax.tree.map(lambda u: (scale * _statistics.at_least_float32(u)).astype(u.dtype), updates)
-    return updates, ScaleByEssState(ratio, scale, current, count)
+    usable = ratio > 0
+    scale = jnp.power(jnp.minimum(1.0, ratio / on_policy_ratio), power)
+    scale = jnp.where(usable, scale, 0.0).astype(jnp.float32)
+    scaled = jax.tree.map(lambda u: (scale * _statistics.at_least_float32(u)).astype(u.dtype), updates)
+    updates = jax.tree.map(lambda u: jnp.where(usable, u, jnp.zeros_like(u)), scaled)
+    return updates, ScaleByEssState(
+      ess_ratio=ratio,
+      ess_scale=scale,
+      ess_undefined_count=jnp.where(usable, state.ess_undefined_count, optax.safe_increment(state.ess_undefined_count)),
+    )
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+class TrackOnPolicyRatioState(NamedTuple):
+  """State of `track_on_policy_ratio`. Each field can be read by `optax.tree.get`."""
+
+  on_policy_ess_ratio: jax.Array  # shape=(), dtype=float32
+  on_policy_batch_count: jax.Array  # shape=(), dtype=int32, batches measured
+
+
+class _OnPolicyRatio(optax.schedules.StatefulSchedule):
+  """What `track_on_policy_ratio` returns."""
+
+  def __init__(self, decay: float | jax.Array, initial: float | jax.Array):
+    self._decay = decay
+    self._initial = initial
+
+  def init(self) -> TrackOnPolicyRatioState:
+    return TrackOnPolicyRatioState(jnp.asarray(self._initial, jnp.float32), jnp.zeros([], jnp.int32))
+
+  def update(
+    self,
+    state: TrackOnPolicyRatioState,
+    *,
+    log_weights: ArrayLike,
+    on_policy: ArrayLike,
+    log_weights_mask: ArrayLike | None = None,
+    **extra_args: Any,
+  ) -> TrackOnPolicyRatioState:
+    del extra_args
+    _check_log_weights(log_weights)
+    ratio = _arrays.ess_ratio(log_weights, log_weights_mask)
+    measured = jnp.asarray(on_policy, bool) & (ratio > 0)
+    decay = jnp.where(state.on_policy_batch_count > 0, self._decay, 0.0)
+    moved = (decay * state.on_policy_ess_ratio + (1.0 - decay) * ratio).astype(jnp.float32)
+    count = state.on_policy_batch_count
+    return TrackOnPolicyRatioState(
+      on_policy_ess_ratio=jnp.where(measured, moved, state.on_policy_ess_ratio),
+      on_policy_batch_count=jnp.where(measured, optax.safe_increment(count), count),
+    )
+
+  def __call__(self, state: TrackOnPolicyRatioState, **extra_args: Any) -> jax.Array:
+    if extra_args:  # none come from `init`, where no batch has been seen yet
+      state = self.update(state, **extra_args)
+    return state.on_policy_ess_ratio
+
+
+def track_on_policy_ratio(
+  decay: float | jax.Array = 0.9, initial: float | jax.Array = 1.0
+) -> optax.schedules.StatefulSchedule:
+  """Measures the ESS ratio of on-policy batches, for the `on_policy_ratio` of `scale_by_ess`.
+
+  It is a stateful schedule, which optax feeds with the extra arguments of `update`. Beside those of `scale_by_ess` it
+  needs `on_policy`, bool []: True when no token of the batch is stale. The first such batch sets the ratio, later ones
+  move it. With leading weights (`lead_by_momentum`) no batch is on-policy, whatever its lag: give a fixed number then.
+
+  Args:
+    decay: the decay per on-policy batch, in [0, 1).
+    initial: the ratio until the first on-policy batch, > 0.
+
+  Returns:
+    The schedule. Its state (`TrackOnPolicyRatioState`) is that of `optax.inject_hyperparams`.
+
+  Raises:
+    ValueError: if an argument is out of range.
+    TypeError: from `update`, if `on_policy` is not given.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from async_rl import stabilizers
+    >>> on_policy_ratio = stabilizers.track_on_policy_ratio(decay=0.9)
+    >>> scale = optax.inject_hyperparams(stabilizers.scale_by_ess)(power=1.0, on_policy_ratio=on_policy_ratio)
+    >>> optimizer = optax.chain(optax.sgd(1.0), scale)
+    >>> params = jnp.zeros(1)
+    >>> state = optimizer.init(params)
+    >>> half, quarter = jnp.array([0.0, 0.0, -100.0, -100.0]), jnp.array([0.0, -100.0, -100.0, -100.0])
+    >>> _, state = optimizer.update(jnp.ones(1), state, params, log_weights=half, on_policy=True)
+    >>> updates, state = optimizer.update(jnp.ones(1), state, params, log_weights=quarter, on_policy=False)
+    >>> print(updates, optax.tree.get(state, "on_policy_ess_ratio"))
+    [-0.5] 0.5
+  """
+  _validation.check_number("decay", decay, at_least=0, below=1)
+  _validation.check_number("initial", initial, above=0)
+  return _OnPolicyRatio(decay, initial)
+
+
+def _check_log_weights(log_weights: ArrayLike) -> None:
+  if jnp.ndim(log_weights) != 1:
+    raise ValueError(
+      f"*log_weights* must be one value per sequence, shape [B], got log_weights.shape={jnp.shape(log_weights)}; "
+      "sum the log-ratios of each sequence over its trained tokens."
+    )

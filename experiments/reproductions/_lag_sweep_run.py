@@ -179,7 +179,7 @@ class Runner:
         "scale": read("ess_scale") * read("servo_scale"),
         "cosine": read("alignment_cosine"),
         "norm": optax.tree.norm(gradient),
-        "skipped": (skip | (read("alignment_regime") == stabilizers.SKIPPED)).astype(jnp.float32),
+        "skipped": (skip | (read("alignment_regime") == stabilizers.AlignmentRegime.SKIPPED)).astype(jnp.float32),
       }
       return Carry(new, average, opt_state, ring), metrics
 

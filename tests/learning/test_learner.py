@@ -164,7 +164,7 @@ def test_parameters_and_moments_are_sharded():
   state = learner.init(jax.random.key(0))
   kernel = lambda tree: tree["layers"]["gate"]["kernel"]
   moments = optax.tree.get(state.opt_state, "mu")
-  for tree in (state.params, moments, optax.tree.get(state.opt_state, "reference_gradient")):
+  for tree in (state.params, moments, optax.tree.get(state.opt_state, "alignment_previous")):
     assert kernel(tree).sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
     assert kernel(tree).addressable_shards[0].data.size * 4 == kernel(tree).size
   abstract = learner.abstract()

@@ -57,7 +57,7 @@ def test_the_base_stays_bit_for_bit_and_no_state_is_kept_of_it():
   for name in LORA.targets:
     assert np.abs(state.params["adapters"][name]["b"]).max() > 1e-3
   adapters = jax.tree.structure({"adapters": before["adapters"]})
-  for field in ("mu", "nu", "reference_gradient"):
+  for field in ("mu", "nu", "alignment_previous"):
     assert jax.tree.structure(optax.tree.get(state.opt_state, field)) == adapters
   size = sum(x.size for x in jax.tree.leaves(before["adapters"]))
   assert sum(x.size for x in jax.tree.leaves(state.opt_state)) < 3 * size + 20

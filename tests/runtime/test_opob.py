@@ -1,4 +1,4 @@
-"""A run with exact OPOB, sequence ratios and leading weights: what the lag sweep found to be level with sync."""
+"""A run with exact OPOB, sequence ratios and leading weights: the best combination of the lag sweep."""
 
 import dataclasses
 
@@ -19,11 +19,8 @@ class Recipe(Tiny):
   exact_norms: bool = True
 
   def optimizer(self):
-    return optax.chain(
-      optax.clip_by_global_norm(1.0),
-      optax.adam(self.learning_rate, b1=0.97),
-      stabilizers.lead_by_momentum(0.97, self.lag_bound),
-    )
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.learning_rate, b1=0.97))
+    return stabilizers.lead_by_momentum(inner, self.lag_bound)
 
   def loss(self, x):
     return losses.proximal_rloo(x.logprobs, x.behavior, x.advantages, x.mask, low=0.5, high=1.0)

@@ -42,7 +42,7 @@ class Leading(Tiny):
   """The weights that draw are ahead of those that train."""
 
   def optimizer(self):
-    return optax.chain(optax.adam(self.learning_rate, b1=0.9), stabilizers.lead_by_momentum(0.9, lag=2))
+    return stabilizers.lead_by_momentum(optax.adam(self.learning_rate, b1=0.9), lag=2)
 
 
 def test_samplers_draw_with_leading_weights_and_record_their_logprobs(tmp_path):

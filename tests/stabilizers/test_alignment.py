@@ -9,42 +9,43 @@ import optax
 import pytest
 
 from async_rl import stabilizers
+from async_rl.stabilizers import AlignmentRegime
 
 LOW, HIGH = 0.2, 0.8
 CHOICES = [
   {},
   {"kappa": "remove"},
   {"kappa": "match"},
-  {"reference": "projected"},
+  {"previous": "projected"},
   {"refresh_on_skip": False},
-  {"kappa": "remove", "reference": "projected", "refresh_on_skip": False},
+  {"kappa": "remove", "previous": "projected", "refresh_on_skip": False},
 ]
 
 
-def slow_alignment(gradients, kappa="cap", reference="raw", refresh_on_skip=True):
+def slow_alignment(gradients, kappa="cap", previous="raw", refresh_on_skip=True):
   """What the inner optimizer gets (None on a skip) and the cosine, step by step."""
-  previous, passed, cosines = None, [], []
+  last, passed, cosines = None, [], []
   for gradient in gradients:
     cosine = 0.0
-    if previous is not None:
-      cosine = gradient @ previous / np.linalg.norm(gradient) / np.linalg.norm(previous)
+    if last is not None:
+      cosine = gradient @ last / np.linalg.norm(gradient) / np.linalg.norm(last)
     cosines.append(cosine)
     if cosine >= HIGH:
       passed.append(None)
-      previous = gradient if refresh_on_skip else previous
+      last = gradient if refresh_on_skip else last
       continue
     projected = gradient
     if cosine > LOW:
-      parallel = (gradient @ previous) / (previous @ previous) * previous
+      parallel = (gradient @ last) / (last @ last) * last
       orthogonal = gradient - parallel
       target = {  # length of the parallel part that remains
         "remove": 0.0,
         "cap": LOW * np.linalg.norm(gradient),
         "match": LOW / math.sqrt(1 - LOW**2) * np.linalg.norm(orthogonal),
       }[kappa]
-      projected = orthogonal + target * previous / np.linalg.norm(previous)
+      projected = orthogonal + target * last / np.linalg.norm(last)
     passed.append(projected)
-    previous = gradient if reference == "raw" else projected
+    last = gradient if previous == "raw" else projected
   return passed, cosines
 
 
@@ -82,7 +83,7 @@ def test_follows_the_formula_through_all_regimes(choice):
     np.testing.assert_allclose(state.alignment_cosine, cosine, atol=1e-5)
     np.testing.assert_allclose(state.alignment_norm, np.linalg.norm(gradient), rtol=1e-5)
     assert int(state.skip_count) == skips
-  assert regimes == {stabilizers.KEPT, stabilizers.PROJECTED, stabilizers.SKIPPED}
+  assert regimes == {AlignmentRegime.KEPT, AlignmentRegime.PROJECTED, AlignmentRegime.SKIPPED}
 
 
 def test_every_choice_changes_the_result():
@@ -111,7 +112,7 @@ def test_only_positive_alignment_is_controlled():
   updates, state = two_steps([-3.0, 0.1])
   np.testing.assert_array_equal(updates, jnp.array([-3.0, 0.1]))
   assert float(state.alignment_cosine) < -0.99
-  assert int(state.alignment_regime) == stabilizers.KEPT
+  assert int(state.alignment_regime) == AlignmentRegime.KEPT
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -155,7 +156,7 @@ def test_a_skip_changes_neither_parameters_nor_moments_but_zero_updates_would():
   params = optax.apply_updates(params, updates)
 
   updates, skipped = optimizer.update(gradient, state, params)  # the same gradient again: cosine 1
-  assert int(skipped.alignment_regime) == stabilizers.SKIPPED
+  assert int(skipped.alignment_regime) == AlignmentRegime.SKIPPED
   assert_equal_trees(optax.apply_updates(params, updates), params)
   assert_equal_trees(skipped.inner_state, state.inner_state)  # moments and Adam's own counter
 
@@ -208,11 +209,11 @@ def test_gradient_without_a_finite_norm_is_skipped_and_forgotten(bad):
   _, state = optimizer.update(jnp.array([3.0, 4.0]), optimizer.init(params), params)
   updates, after = optimizer.update(jnp.array([bad, 1.0]), state, params)
   np.testing.assert_array_equal(updates, jnp.zeros(2))
-  assert int(after.alignment_regime) == stabilizers.SKIPPED
+  assert int(after.alignment_regime) == AlignmentRegime.SKIPPED
   assert float(after.alignment_cosine) == 0.0
   assert float(after.alignment_norm) == 5.0  # of the last finite one
   assert_equal_trees(after.inner_state, state.inner_state)
-  assert_equal_trees(after.reference_gradient, state.reference_gradient)
+  assert_equal_trees(after.alignment_previous, state.alignment_previous)
 
 
 def test_gradients_without_a_cosine_are_kept():
@@ -222,7 +223,81 @@ def test_gradients_without_a_cosine_are_kept():
     updates, state = optimizer.update(gradient, state)
     np.testing.assert_array_equal(updates, gradient)
     assert float(state.alignment_cosine) == 0.0
-    assert int(state.alignment_regime) == stabilizers.KEPT
+    assert int(state.alignment_regime) == AlignmentRegime.KEPT
+
+
+def aligned_run(gradients, **options):
+  """The state after each of *gradients*, and the first component of each update."""
+  optimizer = stabilizers.control_alignment(optax.adam(0.1), LOW, HIGH, **options)
+  update, state = jax.jit(optimizer.update), optimizer.init(jnp.zeros(2))
+  states, moved = [], []
+  for gradient in gradients:
+    updates, state = update(jnp.array(gradient), state)
+    states.append(state)
+    moved.append(float(updates[0]))
+  return states, moved
+
+
+A, B, NAN = (1.0, 0.0), (0.0, 1.0), (math.nan, 0.0)
+
+
+def test_after_the_limit_aligned_gradients_are_projected_and_counted_until_one_is_not_aligned():
+  gradients = [A, A, A, A, A, B, B, B, B]
+  states, moved = aligned_run(gradients, max_consecutive_skips=2)
+  kept, skipped, forced = AlignmentRegime.KEPT, AlignmentRegime.SKIPPED, AlignmentRegime.FORCED
+  regimes = [kept, skipped, skipped, forced, forced, kept, skipped, skipped, forced]
+  assert [int(state.alignment_regime) for state in states] == regimes
+  assert [int(state.consecutive_aligned_count) for state in states] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+  assert [int(state.skip_count) for state in states] == [0, 1, 2, 2, 2, 2, 3, 4, 4]
+  assert [int(state.forced_count) for state in states] == [0, 0, 0, 1, 2, 2, 2, 2, 3]
+  assert [value != 0 for value in moved] == [regime != skipped for regime in regimes]
+
+
+def test_a_forced_step_uses_the_projected_gradient():
+  optimizer = stabilizers.control_alignment(optax.identity(), LOW, HIGH, max_consecutive_skips=0, previous="projected")
+  _, state = optimizer.update(jnp.array([1.0, 0.0]), optimizer.init(jnp.zeros(2)))
+  updates, state = optimizer.update(jnp.array([12.0, 5.0]), state)  # norm 13, cosine 12/13: 12 becomes 0.2 * 13
+  np.testing.assert_allclose(updates, [2.6, 5.0], rtol=1e-6)
+  np.testing.assert_allclose(state.alignment_previous, updates)
+
+
+def test_a_gradient_that_is_not_finite_is_never_forced_and_leaves_the_count_alone():
+  states, moved = aligned_run([A, A, NAN, NAN, A, A], max_consecutive_skips=2)
+  assert [int(state.consecutive_aligned_count) for state in states] == [0, 1, 1, 1, 2, 3]
+  assert [value != 0 for value in moved] == [True, False, False, False, False, True]
+  assert int(states[-1].skip_count) == 4
+
+
+def test_without_a_limit_aligned_gradients_are_always_skipped():
+  states, _ = aligned_run([A] * 20, max_consecutive_skips=None)
+  assert int(states[-1].skip_count) == 19
+  assert int(states[-1].forced_count) == 0
+
+
+def test_the_limit_guards_an_on_policy_bandit_against_the_stall():
+  payoffs = jnp.array([0.0, 0.2, 0.4, 1.0])
+
+  def reward_after(optimizer, steps=60):
+    def step(carry, key):
+      logits, state = carry
+      arms = jax.random.categorical(key, logits, shape=(64,))
+      advantages = payoffs[arms] - jnp.mean(payoffs[arms])
+      gradient = jax.grad(lambda x: -jnp.mean(advantages * jax.nn.log_softmax(x)[arms]))(logits)
+      updates, state = optimizer.update(gradient, state, logits)
+      return (optax.apply_updates(logits, updates), state), None
+
+    start = (jnp.zeros(4), optimizer.init(jnp.zeros(4)))
+    (logits, state), _ = jax.lax.scan(step, start, jax.random.split(jax.random.key(0), steps))
+    return float(jax.nn.softmax(logits) @ payoffs), state
+
+  adam = optax.adam(0.1)
+  stalled, stalled_state = reward_after(stabilizers.control_alignment(adam, max_consecutive_skips=None))
+  guarded, guarded_state = reward_after(stabilizers.control_alignment(adam))
+  assert int(stalled_state.skip_count) > 40
+  assert int(guarded_state.skip_count) < 30
+  assert stalled < 0.6
+  assert guarded > 0.9
+  assert reward_after(adam)[0] > 0.9
 
 
 @pytest.mark.parametrize("factor", [1e-15, 1e15])
@@ -234,7 +309,7 @@ def test_cosine_does_not_depend_on_the_size_of_gradients(factor):
   np.testing.assert_allclose(updates * factor, [1.0, 4.0], rtol=1e-5)
 
 
-def test_bfloat16_reference_halves_the_buffer_and_keeps_the_cosine():
+def test_a_previous_gradient_in_bfloat16_halves_the_buffer_and_keeps_the_cosine():
   params = {"w": jnp.zeros((64, 64))}
   gradients = [{"w": jnp.asarray(np.random.default_rng(seed).normal(size=(64, 64)), jnp.float32)} for seed in range(2)]
   gradients[1] = jax.tree.map(lambda g, h: g + 0.5 * h, gradients[1], gradients[0])
@@ -247,7 +322,7 @@ def test_bfloat16_reference_halves_the_buffer_and_keeps_the_cosine():
     assert updates["w"].dtype == jnp.float32
     states.append(state)
   exact, rounded = states
-  assert rounded.reference_gradient["w"].nbytes * 2 == exact.reference_gradient["w"].nbytes
+  assert rounded.alignment_previous["w"].nbytes * 2 == exact.alignment_previous["w"].nbytes
   np.testing.assert_allclose(rounded.alignment_cosine, exact.alignment_cosine, atol=1e-3)
 
 
@@ -287,8 +362,12 @@ def test_ess_scale_inside_and_outside_are_the_same():
     ({"low": -0.1}, r"\*low\* must be a number at least 0, got low=-0.1"),
     ({"low": 0.5, "high": 0.4}, r"\*high\* must be a number at least 0.5, got high=0.4"),
     ({"kappa": "half"}, r"\*kappa\* must be one of 'cap', 'remove', 'match', got kappa='half'"),
-    ({"reference": "mean"}, r"\*reference\* must be one of 'raw', 'projected', got reference='mean'"),
+    ({"previous": "mean"}, r"\*previous\* must be one of 'raw', 'projected', got previous='mean'"),
     ({"high": float("nan")}, "got high=nan"),
+    ({"low": np.float32(-1)}, "got low=-1.0"),
+    ({"low": math.inf, "high": math.inf}, "got low=inf"),
+    ({"max_consecutive_skips": -1}, r"\*max_consecutive_skips\* must be an integer at least 0, got"),
+    ({"max_consecutive_skips": 1.5}, "got max_consecutive_skips=1.5"),
   ],
 )
 def test_bad_arguments_are_refused(arguments, message):

@@ -34,9 +34,15 @@ class Row(NamedTuple):
     return self.factory(**self.arguments)
 
 
+def scale_by_tracked_ess():
+  """`scale_by_ess` relative to the measured ratio of on-policy batches."""
+  inject = optax.inject_hyperparams(stabilizers.scale_by_ess, hyperparam_dtype=jnp.float32)
+  return inject(on_policy_ratio=stabilizers.track_on_policy_ratio(0.9))
+
+
 ROWS = {
-  "scale_by_ess": Row(stabilizers.scale_by_ess, {"power": 0.5, "reference": 1.0}, ("log_weights",)),
-  "scale_by_ess-running": Row(stabilizers.scale_by_ess, {"reference_decay": 0.9}, ("log_weights", "on_policy")),
+  "scale_by_ess": Row(stabilizers.scale_by_ess, {"power": 0.5, "on_policy_ratio": 1.0}, ("log_weights",)),
+  "scale_by_ess-tracking": Row(scale_by_tracked_ess, {}, ("log_weights", "on_policy")),
   "control_alignment": Row(stabilizers.control_alignment, {"inner": optax.adam(1e-2), "low": 0.2, "high": 0.8}),
   "control_alignment-variant": Row(
     stabilizers.control_alignment,
@@ -45,12 +51,15 @@ ROWS = {
       "low": 0.2,
       "high": 0.8,
       "kappa": "match",
-      "reference": "projected",
+      "previous": "projected",
+      "max_consecutive_skips": 1,
       "refresh_on_skip": False,
       "storage_dtype": "bfloat16",
     },
   ),
-  "lead_by_momentum": Row(stabilizers.lead_by_momentum, {"decay": 0.9, "lag": 4}),
+  "lead_by_momentum": Row(
+    stabilizers.lead_by_momentum, {"inner": optax.apply_if_finite(optax.adam(1e-2), 9), "lag": 3}
+  ),
   "track_norm": Row(stabilizers.track_norm, {"decay": 0.9, "threshold": 2.0}),
   "track_cosine": Row(stabilizers.track_cosine),
   "track_cosine-bfloat16": Row(stabilizers.track_cosine, {"storage_dtype": "bfloat16"}),
@@ -151,8 +160,9 @@ def test_the_gradients_of_this_file_visit_every_regime():
     _, state = optimizer.update(gradient, state)
     return state, state.alignment_regime
 
+  regime = stabilizers.AlignmentRegime
   _, regimes = jax.lax.scan(step, optimizer.init(make_params()), make_gradients())
-  assert set(regimes.tolist()) == {stabilizers.KEPT, stabilizers.PROJECTED, stabilizers.SKIPPED}
+  assert set(regimes.tolist()) == {regime.KEPT, regime.PROJECTED, regime.SKIPPED}
 
 
 def test_is_optax_s_own_form(row):
@@ -226,7 +236,7 @@ def test_bfloat16_parameters(row, name):
   # The statistics are those of the rounded gradients, not rounded themselves.
   exact_gradients = jax.tree.map(lambda g: g.astype(jnp.float32), make_gradients(jnp.bfloat16))
   _, exact = run(row.make(), make_params(), exact_gradients, make_extra())
-  if row.arguments.get("reference") != "projected":  # the projected gradient itself is rounded to bfloat16
+  if row.arguments.get("previous") != "projected":  # the projected gradient itself is rounded to bfloat16
     assert_close(own_scalars, [x for x in exact if isinstance(x, jax.Array)])
 
 
@@ -333,6 +343,14 @@ def test_finite_after_a_nan_gradient(row):
   assert_finite(jax.tree.map(lambda x: x[3:], updates))
 
 
+def own_states(state):
+  """The states of stabilizers in the state of an optimizer."""
+  is_own = lambda x: type(x).__module__.startswith("async_rl.")
+  found = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+  assert found
+  return found
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["before-adam", "after-adam"])
 def test_chains_and_is_read_by_name(row, first):
   adam = optax.adam(1e-2)
@@ -340,10 +358,10 @@ def test_chains_and_is_read_by_name(row, first):
   params = make_params()
   update = lambda state: optimizer.update(at(make_gradients(), 0), state, params, **at(make_extra(), 0))[1]
   state = jax.eval_shape(update, optimizer.init(params))
-  own = state[0 if first else 1]
-  for name in own._fields:
-    if isinstance(getattr(own, name), jax.ShapeDtypeStruct):
-      assert optax.tree.get(state, name) is getattr(own, name)
+  for own in own_states(state):
+    for name in own._fields:
+      if isinstance(getattr(own, name), jax.ShapeDtypeStruct):
+        assert optax.tree.get(state, name) is getattr(own, name)
 
 
 def test_field_names_of_all_stabilizers_are_distinct():
@@ -351,15 +369,17 @@ def test_field_names_of_all_stabilizers_are_distinct():
   optimizer = optax.chain(
     optax.inject_hyperparams(stabilizers.track_norm)(),
     stabilizers.track_cosine(),
-    stabilizers.control_alignment(optax.adam(1e-2)),
-    optax.inject_hyperparams(stabilizers.scale_by_ess)(),
+    stabilizers.control_alignment(stabilizers.lead_by_momentum(optax.adam(1e-2), 2)),
+    scale_by_tracked_ess(),
   )
   state = optimizer.init(make_params())
   states = (
     stabilizers.TrackNormState,
     stabilizers.TrackCosineState,
     stabilizers.ControlAlignmentState,
+    stabilizers.LeadByMomentumState,
     stabilizers.ScaleByEssState,
+    stabilizers.TrackOnPolicyRatioState,
   )
   for fields in states:
     for name in fields._fields:

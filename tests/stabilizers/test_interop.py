@@ -122,3 +122,31 @@ def test_equinox(by_hand):
     ratios.append(float(optax.tree.get(opt_state, "ess_ratio")))
   np.testing.assert_allclose(ratios, by_hand[1], rtol=1e-5)
   np.testing.assert_allclose(policy.weight.T, by_hand[0]["kernel"], rtol=1e-5)
+
+
+def test_leading_params_of_flax_nnx():
+  policy = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(policy, stabilizers.lead_by_momentum(optax.sgd(0.1, momentum=0.5), 2), wrt=nnx.Param)
+  before = nnx.as_pure(nnx.state(policy, nnx.Param))
+  optimizer.update(policy, nnx.grad(lambda policy: jnp.sum(policy(jnp.ones((1, 3)))))(policy))
+  params, opt_state = nnx.state(policy, nnx.Param), optimizer.opt_state
+  leading = stabilizers.leading_params(nnx.as_pure(params), nnx.as_pure(opt_state))
+  expected = jax.tree.map(lambda old, new: new + 0.75 * (new - old), before, nnx.as_pure(params))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), leading, expected)
+  for state in (opt_state, nnx.state(opt_state)):  # never silently a lead of 0
+    with pytest.raises(ValueError, match="nnx.as_pure"):
+      stabilizers.leading_params(params, state)
+
+
+def test_leading_params_of_equinox():
+  policy = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+  optimizer = stabilizers.lead_by_momentum(optax.sgd(0.1, momentum=0.5), 2)
+  opt_state = optimizer.init(eqx.filter(policy, eqx.is_inexact_array))
+  gradient = eqx.filter_grad(lambda policy: jnp.sum(policy(jnp.ones(3))))(policy)
+  updates, opt_state = optimizer.update(gradient, opt_state, eqx.filter(policy, eqx.is_inexact_array))
+  policy = eqx.apply_updates(policy, updates)
+  leading = stabilizers.leading_params(policy, opt_state)
+  assert leading.activation is policy.activation
+  np.testing.assert_allclose(
+    leading.layers[0].weight, policy.layers[0].weight + 0.75 * updates.layers[0].weight, rtol=1e-5
+  )
