@@ -50,7 +50,7 @@ TEST = [
   "setuptools>=77",
 ]
 # Packages whose own requirements hold others back; tests/run.sh gives them an environment of their own.
-NEIGHBORS = ["google-tunix>=0.1", "libtpu; sys_platform == 'linux' and platform_machine == 'x86_64'"]
+NEIGHBORS = ["google-tunix>=0.1", "jax[tpu]>=0.10; sys_platform == 'linux' and platform_machine == 'x86_64'"]
 
 setuptools.setup(
   name="async_rl",

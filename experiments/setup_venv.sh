@@ -21,7 +21,7 @@ install_into() {
   mark="$(cksum < setup.py | cut -d' ' -f1)-$("$folder/bin/python" -V | tr -d ' ')$extras"
   if ! grep -qsxF "$mark" "$folder/installed"; then
     echo "Installing async_rl$extras into $folder ..."
-    .venv/bin/python -m pip --python "$folder/bin/python" install --quiet --editable ".$extras"
+    .venv/bin/python -m pip --python "$folder/bin/python" install -qq --editable ".$extras"
     echo "$mark" >> "$folder/installed"
   fi
 }
@@ -31,7 +31,7 @@ setup_venv() {
   if ! .venv/bin/python -c '' 2>/dev/null; then
     python=$(find_python) || return 1
     "$python" -m venv --clear .venv
-    .venv/bin/python -m pip install --quiet --upgrade pip
+    .venv/bin/python -m pip install -qq --upgrade pip
   fi
   PYTHON=$PWD/.venv/bin/python
   install_into .venv "$1"

