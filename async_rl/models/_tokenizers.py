@@ -50,6 +50,9 @@ class Tokenizer(Protocol):
   def encode_prompt(self, prompt: str | Messages) -> list[int]:
     """Returns the ids of a prompt as the model expects it: with BOS, and by the chat template for a conversation."""
 
+  def encode_prompts(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
+    """Returns the ids of each prompt, as `encode_prompt` does, at once and so perhaps faster."""
+
   def encode_turn(self, text: str, role: str = "tool") -> list[int]:
     """Returns the ids that continue a conversation after a completion: another role's turn, then the model's opening.
 
@@ -108,14 +111,23 @@ class _Base:
     self.pad_id = self.stop_ids[-1] if pad_id is None else pad_id
 
   def encode_prompt(self, prompt: str | Messages) -> list[int]:
-    if isinstance(prompt, str):
-      ids = self.encode(prompt)
-    elif self._template is None:
+    return self.encode_prompts([prompt])[0]
+
+  def encode_prompts(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
+    plain = [isinstance(prompt, str) for prompt in prompts]
+    if len(set(plain)) > 1:
+      return [self.encode_prompt(prompt) for prompt in prompts]
+    texts = [prompt if isinstance(prompt, str) else self._render(prompt) for prompt in prompts]
+    for text in texts:
+      _check_unicode(text)
+    return [self._with_bos(ids) for ids in self._encode_all(texts, marked=not all(plain))]
+
+  def _render(self, messages: Messages) -> str:
+    if self._template is None:
       raise ValueError("This tokenizer has no chat template: give the prompt as a string instead of messages.")
-    else:
-      rendered = self._template.render(prompt)
-      _check_unicode(rendered)
-      ids = self._encode_marked(rendered)
+    return self._template.render(messages)
+
+  def _with_bos(self, ids: list[int]) -> list[int]:
     if self.bos_id is None or ids[:1] == [self.bos_id]:  # templates may write BOS themselves
       return ids
     return [self.bos_id, *ids]
@@ -169,6 +181,10 @@ class _Base:
 
   def _encode_marked(self, text: str) -> list[int]:
     raise NotImplementedError
+
+  def _encode_all(self, texts: Sequence[str], marked: bool) -> list[list[int]]:
+    encode = self._encode_marked if marked else self._encode_plain
+    return [encode(text) for text in texts]
 
   def _decode(self, ids: list[int]) -> str:
     raise NotImplementedError
@@ -242,6 +258,12 @@ class HFTokenizer(_Base):
 
   def _encode_marked(self, text: str) -> list[int]:
     return self._marked.encode(text, add_special_tokens=False).ids
+
+  def _encode_all(self, texts: Sequence[str], marked: bool) -> list[list[int]]:
+    if len(texts) == 1:
+      return super()._encode_all(texts, marked)
+    tokenizer = self._marked if marked else self._plain
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
   def _decode(self, ids: list[int]) -> str:
     return self._plain.decode(ids, skip_special_tokens=False)

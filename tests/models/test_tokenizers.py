@@ -208,6 +208,15 @@ def test_a_tool_cannot_forge_the_ends_of_turns(request, name):
   assert f"7{stop}8" in tokenizer.decode(forged)
 
 
+@pytest.mark.parametrize("name", ["bpe", "gemma", "smollm2"])
+def test_prompts_encoded_at_once_equal_those_encoded_one_by_one(request, name):
+  tokenizer = request.getfixturevalue(name)
+  texts = ["48 clips", "", "<|im_end|><eos> é 🙂"]
+  chats = [] if name == "bpe" else [ASK, [{"role": "user", "content": text} for text in texts[:1]]]
+  for prompts in (texts, chats, [*texts, *chats], texts[:1]):
+    assert tokenizer.encode_prompts(prompts) == [tokenizer.encode_prompt(prompt) for prompt in prompts]
+
+
 def test_turns_without_a_template_are_plain_text(bpe):
   assert bpe.encode_turn("<result>46</result>") == bpe.encode("<result>46</result>")
 

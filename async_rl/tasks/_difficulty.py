@@ -1,51 +1,11 @@
-"""Which prompts of a data set to use, and what is easy and what is hard in it."""
+"""What is easy and what is hard in a data set."""
 
 from __future__ import annotations
 
 import collections
-import json
-from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-
-from async_rl.tasks._task import Prompts
-from async_rl.types import Prompt
-
-
-def usable(
-  prompts: Sequence[Prompt], encode_prompt: Callable[[Any], Sequence[int]], max_tokens: int
-) -> tuple[Prompts, dict[str, float]]:
-  """Leaves out prompts that are too long, and repetitions of a prompt.
-
-  Args:
-    prompts: the prompts of a split.
-    encode_prompt: of the tokenizer.
-    max_tokens: the most tokens that a prompt may have.
-
-  Returns:
-    The others in their order, numbered anew, and the counts `kept`, `too_long` and `repeated` with the quantiles of
-    the kept prompts' lengths in tokens.
-
-  Raises:
-    ValueError: if none is left.
-  """
-  kept, lengths, seen = [], [], set()
-  counts = collections.Counter(kept=0, too_long=0, repeated=0)
-  for i, prompt in enumerate(prompts):
-    key = json.dumps(prompt.text, sort_keys=True)
-    length = len(encode_prompt(prompt.text))
-    reason = "repeated" if key in seen else "too_long" if length > max_tokens else "kept"
-    counts[reason] += 1
-    seen.add(key)
-    if reason == "kept":
-      kept.append(i)
-      lengths.append(length)
-  if not kept:
-    raise ValueError(f"no prompt is left: {counts['too_long']} of {len(prompts)} are longer than {max_tokens} tokens")
-  chosen = Prompts(kept, lambda id, i: prompts[i]._replace(id=id))
-  return chosen, dict(counts) | {f"tokens_{key}": value for key, value in quantiles(lengths).items()}
 
 
 def quantiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:

@@ -1,0 +1,200 @@
+"""Everything about a data set's prompts that can be known before a run, checked in one walk."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from async_rl.tasks._task import Prompts
+from async_rl.types import Prompt
+
+#: Offending prompts that an error shows.
+SHOWN = 3
+#: Prompts that are encoded at a time.
+BATCH = 1024
+
+Text = str | list[dict[str, str]]
+EncodePrompts = Callable[[Sequence[Text]], Sequence[Sequence[int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptCheck:
+  """The result of `check_prompts`.
+
+  Attributes:
+    prompts: the number of prompts, those that are left out included.
+    skipped: the ids of the prompts to leave out, in ascending order.
+    reasons: how many prompts are left out, by reason: `unreadable`, `misnumbered`, `blank` or `too long`.
+    repeated: the number of prompts whose text is that of an earlier one. They are used.
+    longest: the number of tokens of the longest prompt, 0 without an encoder.
+    fingerprint: a hash of the texts and answers of all prompts and of `skipped`, for a resume to compare.
+  """
+
+  prompts: int
+  skipped: tuple[int, ...]
+  reasons: Mapping[str, int]
+  repeated: int
+  longest: int
+  fingerprint: str
+
+
+def check_prompts(
+  prompts: Sequence[Prompt],
+  encode_prompts: EncodePrompts | None = None,
+  max_tokens: int | None = None,
+  *,
+  skip: bool = False,
+) -> PromptCheck:
+  """Reads every prompt once and finds those that a run could not use.
+
+  Args:
+    prompts: the prompts of a split, item i with id i.
+    encode_prompts: from texts to their token ids, such as a tokenizer's `encode_prompts`; None checks no tokens.
+    max_tokens: the limit on the tokens of a prompt; None for no limit.
+    skip: whether such prompts are to be left out instead of refused.
+
+  Raises:
+    ValueError: if there are such prompts, unless `skip` is True and there are others. It names the first ones, with
+      file and line where the task reads a file, the number of all, and the remedy.
+  """
+  walk = _Walk(prompts, encode_prompts, max_tokens)
+  for start in range(0, len(prompts), BATCH):
+    walk.check_batch(range(start, min(start + BATCH, len(prompts))))
+  if walk.problems and (not skip or len(walk.problems) == len(prompts)):
+    raise ValueError(walk.describe())
+  return walk.result()
+
+
+class _Walk:
+  """The state of one walk over the prompts."""
+
+  def __init__(self, prompts: Sequence[Prompt], encode_prompts: EncodePrompts | None, max_tokens: int | None):
+    self._prompts = prompts
+    self._encode = encode_prompts
+    self._max_tokens = max_tokens
+    self._hash = hashlib.sha256()
+    self._seen: set[str] = set()
+    self._repeated = 0
+    self._longest = 0
+    self.problems: dict[int, tuple[str, str]] = {}  # id -> (reason, sentence)
+
+  def check_batch(self, ids: range) -> None:
+    readable = {}
+    for i in ids:
+      prompt = self._read(i)
+      if prompt is not None:
+        readable[i] = prompt.text
+    for i, length in zip(readable, self._lengths(readable)):
+      self._longest = max(self._longest, length)
+      if not length:
+        self.problems[i] = "blank", "it has no tokens"
+      elif self._max_tokens is not None and length > self._max_tokens:
+        self.problems[i] = "too long", f"it has {length} tokens, more than max_prompt_tokens={self._max_tokens}"
+
+  def _read(self, i: int) -> Prompt | None:
+    """Returns prompt `i` with a text that can be encoded; notes the problem and returns None if it has none."""
+    try:
+      prompt = self._prompts[i]
+      text = _canonical_text(prompt.text)
+      self._hash.update(text.encode())
+      self._hash.update(json.dumps(_canonical(prompt.answer)).encode())
+    except ValueError as error:
+      self._hash.update(b"unreadable")
+      self.problems[i] = "unreadable", str(error)
+      return None
+    if prompt.id != i:
+      self.problems[i] = "misnumbered", f"item {i} has id {prompt.id}; ids must be the positions of the prompts"
+      return None
+    if not _content(prompt.text).strip():
+      self.problems[i] = "blank", "its text is blank"
+      return None
+    self._repeated += text in self._seen
+    self._seen.add(text)
+    return prompt
+
+  def _lengths(self, texts: Mapping[int, Text]) -> list[int]:
+    if self._encode is None:
+      return [1] * len(texts)  # nothing is known of tokens
+    try:
+      return list(map(len, self._encode(list(texts.values()))))
+    except ValueError:  # of one of them: ask for each
+      return [self._length(i, text) for i, text in texts.items()]
+
+  def _length(self, i: int, text: Text) -> int:
+    assert self._encode is not None
+    try:
+      return len(self._encode([text])[0])
+    except ValueError as error:
+      self.problems[i] = "unreadable", str(error)
+      return 1
+
+  def describe(self) -> str:
+    """Returns the sentence of the error."""
+    where = self._prompts.where if isinstance(self._prompts, Prompts) else "prompt {}".format
+    shown = sorted(self.problems)[:SHOWN]
+    places = "; ".join(f"{where(i)}: {self.problems[i][1]}" for i in shown)
+    more = f"; and {len(self.problems) - len(shown)} more" if len(self.problems) > len(shown) else ""
+    raise_limit = f"raise max_prompt_tokens to {self._longest}, " if "too long" in self._reasons() else ""
+    skipping = "or skip them (--skip-bad-prompts)" if len(self.problems) < len(self._prompts) else "or use other data"
+    return (
+      f"{len(self.problems)} of {len(self._prompts)} prompts cannot be used: {places}{more}. "
+      f"Correct the data, {raise_limit}{skipping}."
+    )
+
+  def _reasons(self) -> dict[str, int]:
+    return dict(collections.Counter(reason for reason, _ in self.problems.values()))
+
+  def result(self) -> PromptCheck:
+    skipped = tuple(sorted(self.problems))
+    self._hash.update(json.dumps(skipped).encode())
+    return PromptCheck(
+      prompts=len(self._prompts),
+      skipped=skipped,
+      reasons=self._reasons(),
+      repeated=self._repeated,
+      longest=self._longest if self._encode else 0,
+      fingerprint=self._hash.hexdigest(),
+    )
+
+
+def _canonical_text(text: Any) -> str:
+  """Returns a prompt's text as one string, or raises a ValueError for what is no text."""
+  if isinstance(text, str):
+    written = json.dumps(text, ensure_ascii=False)
+  elif isinstance(text, list) and text and all(isinstance(m, Mapping) and "role" in m for m in text):
+    written = json.dumps(text, ensure_ascii=False, sort_keys=True, default=repr)
+  else:
+    raise ValueError(f"its text must be a string or a list of messages with a role, got {text!r:.80}")
+  try:
+    written.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError("its text holds half of a surrogate pair, which no tokenizer can encode") from error
+  return written
+
+
+def _content(text: Text) -> str:
+  """The text of a prompt without roles."""
+  return text if isinstance(text, str) else "".join(str(message.get("content") or "") for message in text)
+
+
+def _canonical(value: Any) -> Any:
+  """Returns an answer as JSON writes it, the same in every process; what has no such form counts by its type only."""
+  if value is None or isinstance(value, bool | int | float | str):
+    return value
+  if isinstance(value, Mapping):
+    return {"mapping": sorted(([str(key), _canonical(item)] for key, item in value.items()), key=lambda pair: pair[0])}
+  if isinstance(value, list | tuple):
+    return [_canonical(item) for item in value]
+  if isinstance(value, set | frozenset):
+    return {"set": sorted(json.dumps(_canonical(item)) for item in value)}
+  if isinstance(value, bytes):
+    return value.hex()
+  if hasattr(value, "tolist"):  # of numpy
+    return value.tolist()
+  return {"type": type(value).__qualname__}
