@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Collection
 from collections.abc import Sequence
 
 import grain
@@ -56,6 +58,15 @@ class PromptEncoder:
       )
     return Request(ticket, tokens, prompt)
 
+  def check(self, prompts: Sequence[Prompt], *, skip: bool = False) -> tasks.PromptCheck:
+    """Checks before a run that it can use all prompts of a split, see `tasks.check_prompts`.
+
+    Args:
+      prompts: the prompts, by id.
+      skip: whether prompts that it could not use are to be left out instead of refused.
+    """
+    return tasks.check_prompts(prompts, self.tokenizer.encode_prompts, self.max_prompt_tokens, skip=skip)
+
   def encode_answer(self, prompt: Prompt, answer: str) -> list[int]:
     """Encodes a tool's answer as the tokens that follow a turn of the model.
 
@@ -91,6 +102,8 @@ class PromptEncoder:
 class PromptStream:
   """Deals the training prompts as requests, shuffled again for each epoch.
 
+  All prompts are shuffled and those to be left out are then passed over, so the others keep their order.
+
   Attributes:
     prompts: the training prompts, by id.
 
@@ -99,27 +112,50 @@ class PromptStream:
     prompts: the training prompts, by id.
     seed: the seed of the order.
     epochs: the number of passes over the prompts; `None` repeats them without end.
+    skipped: the ids of prompts to leave out, see `check`.
 
   Raises:
-    ValueError: if there are no prompts, or the task's tool could not answer them.
+    ValueError: if there are no prompts or all are left out, or the task's tool could not answer them.
   """
 
-  def __init__(self, encoder: PromptEncoder, prompts: Sequence[Prompt], seed: int, epochs: int | None = None):
-    if not len(prompts):
+  def __init__(
+    self,
+    encoder: PromptEncoder,
+    prompts: Sequence[Prompt],
+    seed: int,
+    epochs: int | None = None,
+    skipped: Collection[int] = (),
+  ):
+    if len(prompts) <= len(skipped):
       raise ValueError(f"Task {encoder.task.name!r} has no training prompts; check its data folder and split.")
     if encoder.has_tool:
       encoder.encode_answer(prompts[0], "?")  # a chat template without a place for it says so before the run
     self.prompts = prompts
     self._encoder = encoder
     self._epochs = epochs
+    self._skipped = frozenset(skipped)
     shuffled = grain.MapDataset.range(len(prompts)).seed(seed).shuffle()
     self._order = shuffled.repeat(epochs) if epochs else shuffled.repeat()
+    self._epoch_order = functools.lru_cache(maxsize=2)(self._order_of_epoch)
 
   @property
   def num_tickets(self) -> int | None:
     """Returns the number of requests that the prompts give, `None` if they are repeated without end."""
-    return len(self._order) if self._epochs else None
+    return self._epochs * self._num_used if self._epochs else None
+
+  @property
+  def _num_used(self) -> int:
+    return len(self.prompts) - len(self._skipped)
 
   def request(self, ticket: int) -> Request:
     """Returns the request with this ticket, counted from 0."""
-    return self._encoder.encode(ticket, self.prompts[int(self._order[ticket])])
+    if not self._skipped:
+      return self._encoder.encode(ticket, self.prompts[int(self._order[ticket])])
+    epoch, position = divmod(ticket, self._num_used)
+    return self._encoder.encode(ticket, self.prompts[self._epoch_order(epoch)[position]])
+
+  def _order_of_epoch(self, epoch: int) -> list[int]:
+    """Returns the ids of an epoch's prompts in their order, without those that are left out."""
+    size = len(self.prompts)
+    ids = (int(self._order[ticket]) for ticket in range(epoch * size, (epoch + 1) * size))
+    return [id for id in ids if id not in self._skipped]
