@@ -79,6 +79,32 @@ def test_segments_of_a_row_are_distinct():
     np.testing.assert_array_equal(np.sort(row[begin]), np.arange(1, begin.sum() + 1))
 
 
+def test_long_sequences_are_placed_first():
+  """Lengths 2, 2, 3, 3, 5, 5 fill two rows of ten; in their own order they would take three."""
+  lengths = (2, 2, 3, 3, 5, 5)
+  group = make_groups(groups=1, samples=6)[0]
+  completions = [c._replace(**_cut(c, length - 1)) for c, length in zip(group.completions, lengths, strict=True)]
+  group = group._replace(completions=tuple(completions), request=group.request._replace(tokens=np.ones(1, np.int32)))
+  shape = learning.BatchShape(sequences=6, row_tokens=10, rows=1, completion_tokens=9, micro_batches=2)
+  batch = learning.pack([group], shape)
+  assert batch.used == 2
+  assert np.all(batch.segments > 0)
+
+
+def _cut(completion, length):
+  """The fields of tokens, repeated or cut to this length."""
+  fields = ("tokens", "logprobs", "versions", "mask")
+  return {field: np.resize(getattr(completion, field), length) for field in fields}
+
+
+def test_only_micro_batches_with_tokens_are_used():
+  """Sixteen short sequences fit one row, of the sixteen there would be room for."""
+  groups = make_groups(prompt=(1, 2), completion=(1, 2))
+  shape = learning.BatchShape(sequences=16, row_tokens=40, rows=1, completion_tokens=12)
+  assert shape.capacity == 16
+  assert learning.pack(groups, shape).used == 1
+
+
 def test_token_id_zero_is_a_token_like_any_other():
   groups = make_groups(vocab=1)
   shape = learning.BatchShape(sequences=16, row_tokens=20, rows=4, completion_tokens=12)

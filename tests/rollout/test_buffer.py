@@ -85,6 +85,31 @@ def test_lag_zero_is_synchronous():
     buffer.take(2)
 
 
+def test_a_token_older_than_the_submission_is_found_in_any_sample_and_at_any_place():
+  buffer = RolloutBuffer(groups_per_step=1, max_lag=3, steps=9)
+  buffer.put(make_group(buffer.try_submit(0)))
+  buffer.take(0, timeout=0)
+  ticket = next(t for t in iter(lambda: buffer.try_submit(1), None) if buffer._stamps[t] == 1)
+  new, mixed = make_group(ticket, (1, 1)), make_group(ticket, (1, 0, 1))
+  for completions in [(mixed.completions[0], new.completions[1]), (new.completions[0], mixed.completions[1])]:
+    with pytest.raises(
+      ValueError, match=f"group {ticket} has a token of version 0, but was submitted with weights of 1"
+    ):
+      buffer.put(new._replace(completions=completions))
+  buffer.put(new)
+
+
+def test_counts_in_the_middle_of_a_run():
+  buffer = RolloutBuffer(groups_per_step=2, max_lag=2)
+  first = submit_all(buffer, 0)
+  for ticket in first[:3]:
+    buffer.put(make_group(ticket))
+  buffer.fail(first[4], "reward")
+  buffer.take(0, timeout=0)
+  assert len(first) == 6
+  assert buffer.counts() == {"submitted": 5, "pending": 2, "complete": 1, "trained": 2, "failed": 1}
+
+
 def test_young_groups_cannot_starve_old_ones():
   """Why waiting for a group only at its own deadline is not enough.
 

@@ -289,3 +289,23 @@ def _replay(text, left, target):
 def test_bad_options(options):
   with pytest.raises(ValueError, match=r"must be .* got"):
     tasks.Countdown(**options)
+
+
+def test_bounds_are_inclusive():
+  """100 pairs of numbers up to 10 allow 12 puzzles."""
+  small = dict(numbers=2, largest_number=10, largest_value=10)
+  tasks.Countdown(**small, train=11, test=1)
+  with pytest.raises(ValueError, match="together at most 12 .* got train=11, test=2"):
+    tasks.Countdown(**small, train=11, test=2)
+  for numbers in (2, 6):
+    assert tasks.Countdown(numbers=numbers, train=1, test=1).numbers == numbers
+  assert tasks.Countdown(largest_number=99, largest_value=99).largest_value == 99
+  assert tasks.Countdown(largest_value=9999).largest_value == 9999
+
+
+def test_values_on_the_way_use_the_whole_range_and_no_more(tmp_path):
+  task = tasks.CountdownSteps(numbers=3, largest_number=12, largest_value=12, train=120, test=8, data_dir=str(tmp_path))
+  rng, values = np.random.default_rng(0), set()
+  for prompt in task.prompts("train"):
+    values |= {int(step.split(" = ")[1]) for step in task.solution(prompt, rng).split(" ; ")}
+  assert (min(values), max(values)) == (1, 12)
