@@ -122,13 +122,13 @@ def _cudnn_attention(
 ) -> Array:
   mask = segments[:, None, :, None] == segments[:, None, None, :]
 
-  def attend(window):
-    return lambda q, k, v: jax.nn.dot_product_attention(
-      q, k, v, mask=mask, scale=scale, is_causal=True, implementation="cudnn",
-      local_window_size=None if window is None else (window - 1, 0),
-    )  # fmt: skip
-
-  return attend(None)(q, k, v) if window is None else jax.lax.cond(local, attend(window), attend(None), q, k, v)
+  attend = functools.partial(
+    jax.nn.dot_product_attention, mask=mask, scale=scale, is_causal=True, implementation="cudnn"
+  )
+  if window is None:
+    return attend(q, k, v)
+  nearby = functools.partial(attend, local_window_size=(window - 1, 0))
+  return jax.lax.cond(local, nearby, attend, q, k, v)
 
 
 def cache_attention(

@@ -9,14 +9,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """Frequency scaling of Llama 3.1 (`kind="llama3"`) or plain position interpolation (`kind="linear"`).
+  """Scales rotary frequencies as Llama 3.1 does (`kind="llama3"`) or by position interpolation (`kind="linear"`).
 
   Attributes:
-    kind: "llama3" or "linear".
-    factor: by how much the longest wavelengths are stretched.
-    low_frequency_factor: wavelengths above `original_length / this` are stretched in full (llama3).
-    high_frequency_factor: wavelengths below `original_length / this` are kept (llama3).
-    original_length: context length before scaling (llama3).
+    kind: the kind of scaling, "llama3" or "linear".
+    factor: the factor by which the longest wavelengths are stretched.
+    low_frequency_factor: the ratio of `original_length` to the shortest wavelength that is stretched in full (llama3).
+    high_frequency_factor: the ratio of `original_length` to the longest wavelength that is kept (llama3).
+    original_length: the context length before scaling (llama3).
   """
 
   kind: str
@@ -27,40 +27,40 @@ class RopeScaling:
 
   def __post_init__(self):
     if self.kind not in ("llama3", "linear"):
-      raise ValueError(f"kind must be 'llama3' or 'linear', got kind={self.kind!r}.")
+      raise ValueError(f"kind must be 'llama3' or 'linear', got kind={self.kind!r}; no other scaling is supported.")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Architecture of a decoder-only transformer.
+  """Describes the architecture of a decoder-only transformer.
 
-  The defaults are a Llama; the options below the line are what other families add.
+  The defaults are those of Llama; the options from `vocab_limit` on are for padded tables and other families.
 
   Attributes:
-    vocab_size: V, rows of the embedding table.
-    d_model: D, width of the residual stream.
-    num_layers: L.
-    num_heads: H, query heads.
-    num_kv_heads: key/value heads; divides `num_heads`.
-    head_dim: width of a head.
-    d_ff: width of the gated feed-forward layer.
-    rope_theta: base of the rotary frequencies.
-    norm_eps: added to the mean square in RMSNorm.
-    tie_embeddings: the unembedding is the transposed embedding table.
-    vocab_limit: ids from here on are padding of the table; they get no probability. `None`: no padding.
-    qkv_bias: query, key and value projections have a bias (Qwen2).
-    qk_norm: RMSNorm on each query and key head before the rotary embedding (Qwen3, Gemma 3).
-    activation: "silu" or "gelu" (tanh form) in the feed-forward gate.
-    norm_offset: added to the norm weights, 1.0 in Gemma, whose weights are stored around zero.
-    embed_scale: multiply embeddings by sqrt(d_model) (Gemma).
-    post_norms: also normalize the output of attention and feed-forward (Gemma 2 and 3).
-    query_scale: scale of the attention logits; `None`: head_dim ** -0.5.
-    attention_softcap: c in c * tanh(logits / c) on attention logits (Gemma 2).
-    final_softcap: the same on the vocabulary logits.
-    sliding_window: window of local layers, in tokens; `None`: all layers are global.
-    global_every: with a sliding window, layer i is global iff (i + 1) % global_every == 0.
-    rope_theta_local: base of the rotary frequencies in local layers; `None`: `rope_theta`.
-    rope_scaling: frequency scaling in global layers.
+    vocab_size: V, the number of rows of the embedding table.
+    d_model: D, the width of the residual stream.
+    num_layers: L, the number of layers.
+    num_heads: H, the number of query heads.
+    num_kv_heads: N, the number of key/value heads; it divides `num_heads`.
+    head_dim: d, the width of a head.
+    d_ff: the width of the gated feed-forward layer.
+    rope_theta: the base of the rotary frequencies.
+    norm_eps: the constant added to the mean square in RMSNorm.
+    tie_embeddings: whether the unembedding is the transposed embedding table.
+    vocab_limit: the first id that is padding of the table, from which on ids get no probability; `None` for no padding.
+    qkv_bias: whether query, key and value projections have a bias (Qwen2).
+    qk_norm: whether each query and key head is normalized before the rotary embedding (Qwen3, Gemma 3).
+    activation: the function of the feed-forward gate, "silu" or "gelu" (tanh form).
+    norm_offset: the constant added to the norm weights, 1.0 in Gemma, whose weights are stored around zero.
+    embed_scale: whether embeddings are multiplied by sqrt(d_model) (Gemma).
+    post_norms: whether the outputs of attention and feed-forward are normalized, too (Gemma 2 and 3).
+    query_scale: the scale of the attention logits; `None` for head_dim ** -0.5.
+    attention_softcap: the c in c * tanh(logits / c) on attention logits (Gemma 2); `None` for none.
+    final_softcap: the c in c * tanh(logits / c) on vocabulary logits (Gemma 2); `None` for none.
+    sliding_window: the window of local layers, in tokens; `None` makes all layers global.
+    global_every: the distance of global layers: with a window, layer i is global iff (i + 1) % global_every == 0.
+    rope_theta_local: the base of the rotary frequencies in local layers; `None` for `rope_theta`.
+    rope_scaling: the frequency scaling in global layers; `None` for none.
   """
 
   vocab_size: int
@@ -74,7 +74,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
   vocab_limit: int | None = None
-  # What families other than Llama add.
+  # Options of families other than Llama.
   qkv_bias: bool = False
   qk_norm: bool = False
   activation: str = "silu"
@@ -92,12 +92,17 @@ class ModelConfig:
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
-        f"num_kv_heads must divide num_heads, got num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}."
+        f"num_kv_heads must divide num_heads, got num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}; "
+        "check the model's configuration."
       )
     if self.activation not in ("silu", "gelu"):
-      raise ValueError(f"activation must be 'silu' or 'gelu', got activation={self.activation!r}.")
+      raise ValueError(
+        f"activation must be 'silu' or 'gelu', got activation={self.activation!r}; no other is supported."
+      )
     if self.head_dim % 2:
-      raise ValueError(f"head_dim must be even for the rotary embedding, got head_dim={self.head_dim}.")
+      raise ValueError(
+        f"head_dim must be even for the rotary embedding, got head_dim={self.head_dim}; choose an even width."
+      )
     if self.vocab_limit is not None and not 0 < self.vocab_limit <= self.vocab_size:
       raise ValueError(
         f"vocab_limit must lie in 1..vocab_size={self.vocab_size}, got vocab_limit={self.vocab_limit}; "
@@ -105,18 +110,18 @@ class ModelConfig:
       )
 
   def is_local(self, layer: int) -> bool:
-    """Whether `layer` attends to the sliding window only."""
+    """Returns whether `layer` attends to the sliding window only."""
     return self.sliding_window is not None and (layer + 1) % self.global_every != 0
 
   def frequencies(self) -> np.ndarray:
-    """Rotary angular frequencies of every layer, float32 [L, head_dim / 2]."""
+    """Returns the rotary angular frequencies of every layer, float32 [L, head_dim / 2]."""
     local = rope_frequencies(self.head_dim, self.rope_theta_local or self.rope_theta, None)
     everywhere = rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
     local = local if self.rope_theta_local else everywhere
     return np.stack([local if self.is_local(i) else everywhere for i in range(self.num_layers)]).astype(np.float32)
 
   def num_params(self) -> int:
-    """Number of parameters, embeddings counted once if tied."""
+    """Returns the number of parameters, embeddings counted once if tied."""
     heads = self.num_heads + 2 * self.num_kv_heads
     attention = self.d_model * self.head_dim * (heads + self.num_heads)
     attention += self.head_dim * heads * self.qkv_bias + 2 * self.head_dim * self.qk_norm
@@ -126,13 +131,14 @@ class ModelConfig:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-  """Angular frequencies, float64 [head_dim / 2]; Llama 3.1's three bands if scaled: kept, blended, stretched."""
+  """Returns angular frequencies, float64 [head_dim / 2]; llama3 scaling keeps, blends and stretches three bands."""
   frequency = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
   if scaling is None:
     return frequency
   if scaling.kind == "linear":
     return frequency / scaling.factor
   periods = scaling.original_length * frequency / (2 * np.pi)
-  low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+  low = scaling.low_frequency_factor
+  high = scaling.high_frequency_factor
   keep = np.clip((periods - low) / (high - low), 0.0, 1.0)
   return frequency * (keep + (1 - keep) / scaling.factor)

@@ -11,7 +11,7 @@ from async_rl.models._config import RopeScaling
 
 
 def _llama(d_model, num_layers, num_heads, num_kv_heads, d_ff, *, head_dim=128, tie=False, factor=None):
-  """Llama 3 and, with the `factor` by which its context was stretched, 3.1 to 3.3."""
+  """Makes a Llama 3 or, with the `factor` by which its context was stretched, a Llama 3.1 to 3.3."""
   return ModelConfig(
     vocab_size=128_256,
     d_model=d_model,
@@ -43,7 +43,7 @@ def _smollm2(d_model, num_layers, num_heads, num_kv_heads, d_ff, rope_theta):
 
 
 def _qwen2(d_model, num_layers, num_heads, num_kv_heads, d_ff, *, head_dim=128, tie=False, vocab_size=152_064):
-  """Qwen2 and Qwen2.5, which share their shapes."""
+  """Makes a Qwen2 or Qwen2.5, which share their shapes."""
   return ModelConfig(
     vocab_size=vocab_size,
     d_model=d_model,
@@ -99,7 +99,7 @@ def _gemma3(
   d_model, num_layers, num_heads, num_kv_heads, d_ff, *, window, head_dim=256, query_scale=None, vocab_size=262_144,
   factor=None,
 ):  # fmt: skip
-  """The text part of Gemma 3; `factor` stretches the global layers of the models with a long context."""
+  """Makes the text part of a Gemma 3; `factor` stretches the global layers of models with a long context."""
   return ModelConfig(
     vocab_size=vocab_size,
     d_model=d_model,
@@ -173,13 +173,13 @@ FAMILIES: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def named(name: str) -> ModelConfig:
-  """The architecture of a public model.
+  """Returns the architecture of a public model.
 
   >>> named("qwen3-0.6b").num_params()
   596049920
 
   Raises:
-    ValueError: if there is none of that name; the message suggests the nearest.
+    ValueError: if there is none of that name; the message suggests the nearest name.
   """
   if name in FAMILIES:
     return FAMILIES[name]

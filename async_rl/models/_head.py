@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 class TokenStats(NamedTuple):
-  """Per-token quantities of the policy's next-token distribution p, each float32 [R, T].
+  """Holds per-token quantities of the policy's next-token distribution p, each float32 [R, T].
 
   Attributes:
     logprobs: log p(token); differentiable.
@@ -43,19 +43,19 @@ def score(
   temperature: float = 1.0,
   chunk: int = 512,
 ) -> TokenStats:
-  """Log-probability of every token given those before it in its segment.
+  """Returns the statistics of every token given those before it in its segment.
 
-  Entry [r, t] belongs to token t itself. First tokens of a segment have no prediction: what stands there is
-  meaningless and must be masked.
+  Entry [r, t] belongs to token t itself. The first token of a segment has no prediction: its entry is meaningless and
+  must be masked.
 
   Args:
     policy: the architecture.
     params: its parameters.
-    tokens: int32 [R, T].
-    segments: int32 [R, T], 0 on padding.
-    positions: int32 [R, T].
-    temperature: of the softmax, the sampler's.
-    chunk: positions of a row whose logits are formed at a time.
+    tokens: int32 [R, T], the token ids.
+    segments: int32 [R, T], the segment of each token, 0 on padding.
+    positions: int32 [R, T], the position of each token in its segment.
+    temperature: the temperature of the softmax, the sampler's.
+    chunk: the number of positions of a row whose logits are formed at a time.
   """
   hidden = policy.hidden(params, tokens, segments, positions)
   hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
@@ -66,17 +66,17 @@ def score(
 def token_stats(
   policy: Policy, temperature: float, chunk: int, hidden: Array, kernel: Array, targets: Array
 ) -> TokenStats:
-  """`TokenStats` of `targets` under softmax(logits(hidden @ kernel) / temperature).
+  """Returns the statistics of `targets` under softmax(logits(hidden @ kernel) / temperature).
 
-  The backward pass forms each chunk of logits once more instead of storing it.
+  The backward pass recomputes each chunk of logits instead of storing it.
 
   Args:
-    policy: its soft-cap, vocabulary limit and mesh.
-    temperature: of the softmax.
-    chunk: positions at a time; the last chunk may be shorter.
-    hidden: [R, T, D].
-    kernel: [D, V], multiplied in hidden's dtype; its gradient comes in its own.
-    targets: int32 [R, T].
+    policy: the architecture, for its soft-cap, vocabulary limit and mesh.
+    temperature: the temperature of the softmax.
+    chunk: the number of positions at a time; the last chunk may be shorter.
+    hidden: [R, T, D], the hidden states that predict the targets.
+    kernel: [D, V], the unembedding, multiplied in hidden's dtype; its gradient has its own dtype.
+    targets: int32 [R, T], the tokens to score.
   """
   compute = _gathered(policy, kernel, hidden.dtype)
 
@@ -110,7 +110,10 @@ def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotange
 
     (draw,) = jax.vjp(picked, _project(policy, h, compute))[1](g)
     draw = draw.astype(h.dtype)
-    by_device = lambda x: x.reshape(ways, -1, *x.shape[1:])
+
+    def by_device(x):
+      return x.reshape(ways, -1, *x.shape[1:])
+
     added = jnp.einsum("wrtd,wrtv->wdv", by_device(h), by_device(draw), preferred_element_type=jnp.float32)
     return constrain(dkernel + added, policy.mesh, ROWS, None, "tensor"), jnp.dot(draw, compute.T)
 
@@ -140,20 +143,22 @@ def _finish(policy: Policy, temperature: float, logits: Array) -> Array:
 
 
 def _at(values: Array, targets: Array) -> Array:
-  """values[..., targets]; a masked sum, because a gather would collect a vocabulary that is split over devices."""
+  """Returns values[..., targets] as a masked sum; a gather would collect a vocabulary that is split over devices."""
   ids = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
   return jnp.sum(jnp.where(ids == targets[..., None], values, 0.0), axis=-1)
 
 
 def _row_ways(mesh: Mesh | None, rows: int) -> int:
-  """Into how many parts the mesh splits the rows."""
+  """Returns the number of parts into which the mesh splits the rows."""
   ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.axis_names)
   return ways if rows % ways == 0 else 1
 
 
 def _split(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-  """[R, T, ...] to [T / chunk, R, chunk, ...], zero-padded; rows stay the leading axis of a chunk, so their
-  sharding survives."""
+  """Splits [R, T, ...] into [T / chunk, R, chunk, ...], zero-padded.
+
+  Rows stay the leading axis of a chunk, so that their sharding survives.
+  """
 
   chunk = min(chunk, arrays[0].shape[1])
 

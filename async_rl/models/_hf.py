@@ -18,10 +18,10 @@ import safetensors.numpy
 from async_rl.models._config import ModelConfig
 from async_rl.models._hf_config import read_hf_config
 from async_rl.models._hf_config import write_hf_config
-from async_rl.models._names import hf_names
-from async_rl.models._names import is_transposed
-from async_rl.models._names import tensors_of
 from async_rl.models._policy import Params
+from async_rl.models._tensor_names import hf_names
+from async_rl.models._tensor_names import is_transposed
+from async_rl.models._tensor_names import tensors_of
 from async_rl.models._tokenizers import Tokenizer
 
 Index = tuple[slice, ...]

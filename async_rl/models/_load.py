@@ -1,4 +1,4 @@
-"""Public checkpoints into the policy's parameters, straight into their shardings."""
+"""Loading public checkpoints into the policy's parameters, each device's shard by itself."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from async_rl.models._config import ModelConfig
 from async_rl.models._gguf import GGUFCheckpoint
 from async_rl.models._gguf import packaged_gguf
 from async_rl.models._hf import HFCheckpoint
-from async_rl.models._names import is_stacked
-from async_rl.models._names import is_transposed
-from async_rl.models._names import tensors_of
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
 from async_rl.models._sharding import path_name
+from async_rl.models._tensor_names import is_stacked
+from async_rl.models._tensor_names import is_transposed
+from async_rl.models._tensor_names import tensors_of
 
 Index = tuple[slice, ...]
 
 
 class Checkpoint(Protocol):
-  """Weights in some file format, under their names there.
+  """Gives the weights of some file format by their names there.
 
   Attributes:
     config: the architecture.
-    names: our parameter paths to the format's tensor names; "{}" stands for the layer's number.
-    shapes: of every parameter tensor, matrices as [out, in].
+    names: the format's tensor names, by our parameter paths; "{}" stands for the layer's number.
+    shapes: the shape of every parameter tensor, by its name; matrices are [out, in].
   """
 
   config: ModelConfig
@@ -42,7 +42,7 @@ class Checkpoint(Protocol):
   shapes: dict[str, tuple[int, ...]]
 
   def read(self, name: str, index: Index) -> np.ndarray:
-    """A piece of one tensor, reading no more of the file than it needs."""
+    """Returns a piece of one tensor, reading no more of the file than it needs."""
 
 
 def weights_cache() -> pathlib.Path:
@@ -97,17 +97,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def load_params(
   checkpoint: Checkpoint, shardings: Any = None, *, dtype: str = "float32", progress: bool | None = None
 ) -> Params:
-  """The checkpoint's weights as parameters of `Policy(checkpoint.config)`, layers stacked.
+  """Loads the checkpoint's weights as parameters of `Policy(checkpoint.config)`, layers stacked.
 
   Each device's shard is read by itself, so that host memory holds one shard of one parameter at a time and no
   device holds more than its shards.
 
   Args:
-    checkpoint: from `open_checkpoint`.
-    shardings: tree of `Policy.abstract`'s structure, such as `param_shardings`, adapters or not; `None`: all on the
-      first device.
-    dtype: of the parameters.
-    progress: show a progress bar; `None`: on a terminal.
+    checkpoint: the checkpoint, from `open_checkpoint`.
+    shardings: the tree of shardings, such as `param_shardings(Policy.abstract())`, with adapters or without; `None`
+      puts everything on the first device.
+    dtype: the dtype of the parameters.
+    progress: whether to show a progress bar; `None` shows it on a terminal.
 
   Raises:
     ValueError: if tensors are missing, left over or misshapen; the message names them.
@@ -145,8 +145,9 @@ def check_tensors(checkpoint: Checkpoint, params: Params) -> None:
 
 
 def _reader(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Any], np.ndarray]:
-  """A function from an index into our parameter `name` to the values there."""
-  template, transposed = checkpoint.names[name], is_transposed(name)
+  """Returns a function from an index into our parameter `name` to the values there."""
+  template = checkpoint.names[name]
+  transposed = is_transposed(name)
 
   def read_one(tensor: str, index: Index) -> np.ndarray:
     piece = checkpoint.read(tensor, index[::-1] if transposed else index)

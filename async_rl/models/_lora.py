@@ -16,14 +16,15 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-  """y = x W + (alpha / rank) (x A) B, with W frozen, A [in, rank] random and B [rank, out] zero at the start.
+  """Adapts linear maps to y = x W + (alpha / rank) (x A) B.
 
-  The parameters get a subtree `{"adapters": {target: {"a": [L, in, rank], "b": [L, rank, out]}}}`.
+  W is frozen; A [in, rank] is random and B [rank, out] zero at the start. The parameters get a subtree
+  `{"adapters": {target: {"a": [L, in, rank], "b": [L, rank, out]}}}`.
 
   Attributes:
-    rank: of the update.
-    alpha: numerator of its scale.
-    targets: which linear maps of a layer are adapted.
+    rank: the rank of the update.
+    alpha: the numerator of its scale.
+    targets: the linear maps of a layer that are adapted.
 
   References:
     Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. https://arxiv.org/abs/2106.09685
@@ -35,10 +36,10 @@ class LoRA:
 
   def __post_init__(self):
     if self.rank < 1:
-      raise ValueError(f"rank must be at least 1, got rank={self.rank}.")
+      raise ValueError(f"rank must be at least 1, got rank={self.rank}; 8 to 64 are usual.")
     unknown = set(self.targets) - set(TARGETS)
     if unknown or not self.targets:
-      raise ValueError(f"targets must be some of {TARGETS}, got targets={self.targets!r}.")
+      raise ValueError(f"targets must be some of {TARGETS}, got targets={self.targets!r}; name at least one.")
 
   @property
   def scale(self) -> float:
@@ -46,7 +47,7 @@ class LoRA:
 
 
 def init_adapters(lora: LoRA, params: Params, key: Array) -> Params:
-  """Fresh float32 adapters for stacked `params`; the policy computes the same with them as without."""
+  """Makes new float32 adapters for stacked `params`; the policy computes the same with them as without."""
 
   def make(key, kernel):
     layers, width_in, width_out = kernel.shape
@@ -58,7 +59,7 @@ def init_adapters(lora: LoRA, params: Params, key: Array) -> Params:
 
 
 def adapted(lora: LoRA, adapters: Params, name: str, x: Array, y: Array) -> Array:
-  """y, the output of linear map `name` of one layer for input x, with the layer's adapter added."""
+  """Returns y, the output of linear map `name` of one layer for input x, with the layer's adapter added."""
   if name not in adapters:
     return y
   a, b = (adapters[name][part].astype(x.dtype) for part in ("a", "b"))
@@ -66,9 +67,9 @@ def adapted(lora: LoRA, adapters: Params, name: str, x: Array, y: Array) -> Arra
 
 
 def split_trainable(params: Params) -> tuple[Params, Params]:
-  """(what is trained, what is frozen): the adapters and the rest, or everything and nothing.
+  """Splits parameters into (trainable, frozen): the adapters and the rest, or everything and nothing.
 
-  `{**frozen, **trainable}` is the whole again.
+  `{**frozen, **trainable}` joins them again.
   """
   if "adapters" not in params:
     return params, {}
@@ -76,9 +77,9 @@ def split_trainable(params: Params) -> tuple[Params, Params]:
 
 
 def merge_adapters(lora: LoRA, params: Params) -> Params:
-  """Stacked float32 parameters of the plain policy that computes the same: W + (alpha / rank) A B.
+  """Returns stacked float32 parameters of the plain policy that computes the same: W + (alpha / rank) A B.
 
-  In float32 whatever W's dtype is: rounded to bfloat16 on the way, most of a small update would be lost.
+  The sum is in float32 whatever W's dtype is: rounding to bfloat16 would lose most of a small update.
   """
 
   def merge(name, layer):

@@ -37,22 +37,23 @@ Params = dict[str, Any]
 #: Keys and values of one layer, each [B, N, S, d].
 Cache = tuple[tuple[Array, Array], ...]
 
-#: What the backward pass keeps of a layer, by `Policy.remat`; `None`: all of it.
-_KEPT: dict[str, tuple[str, ...] | None] = {
+#: The intermediates of a layer that the backward pass does not recompute, by `Policy.remat`; `None` for all.
+_SAVED: dict[str, tuple[str, ...] | None] = {
   "none": None,
   "projections": ("projection", "attention"),
   "attention": ("attention",),
   "full": (),
 }
-REMAT = tuple(_KEPT)
+REMAT = tuple(_SAVED)
 
 
 class RMSNorm(nnx.Module):
-  """x / rms(x) * (scale + offset) over the last axis, computed in float32."""
+  """Computes x / rms(x) * (scale + offset) over the last axis, in float32."""
 
   def __init__(self, width: int, config: ModelConfig):
     self.scale = nnx.Param(jnp.full((width,), 1.0 - config.norm_offset, jnp.float32))
-    self.offset, self.eps = config.norm_offset, config.norm_eps
+    self.offset = config.norm_offset
+    self.eps = config.norm_eps
 
   def __call__(self, x: Array) -> Array:
     y = x.astype(jnp.float32)
@@ -62,10 +63,11 @@ class RMSNorm(nnx.Module):
 
 
 class Ends(nnx.Module):
-  """What stands before and after the layers: embedding, final norm, unembedding."""
+  """Holds the parameters before and after the layers: embedding, final norm, unembedding."""
 
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-    self.config, self.dtype = config, dtype
+    self.config = config
+    self.dtype = dtype
     init = nnx.initializers.normal(config.d_model**-0.5)
     self.embed = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
     self.final_norm = RMSNorm(config.d_model, config)
@@ -88,7 +90,7 @@ def _plain(name: str, x: Array, y: Array) -> Array:
 
 
 class Layer(nnx.Module):
-  """Attention and gated feed-forward, each with a residual connection."""
+  """Applies attention and gated feed-forward, each with a residual connection."""
 
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
     self.config = c = config
@@ -108,23 +110,29 @@ class Layer(nnx.Module):
     self.up = linear(c.d_model, c.d_ff, use_bias=False, kernel_init=inward)
     self.down = linear(c.d_ff, c.d_model, use_bias=False, kernel_init=nnx.initializers.normal(c.d_ff**-0.5 * depth))
     if c.qk_norm:
-      self.q_norm, self.k_norm = RMSNorm(c.head_dim, c), RMSNorm(c.head_dim, c)
+      self.q_norm = RMSNorm(c.head_dim, c)
+      self.k_norm = RMSNorm(c.head_dim, c)
     if c.post_norms:
-      self.attention_post_norm, self.mlp_post_norm = RMSNorm(c.d_model, c), RMSNorm(c.d_model, c)
+      self.attention_post_norm = RMSNorm(c.d_model, c)
+      self.mlp_post_norm = RMSNorm(c.d_model, c)
 
   def __call__(
     self, x: Array, angles: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]], adapt: Callable = _plain
   ):
-    """x [..., D], angles [..., d / 2] -> ([..., D], what `attend` returns besides its output).
+    """Maps x [..., D] and angles [..., d / 2] to [..., D] and the second output of `attend`.
 
-    `adapt(name, input, output)` gives the output to use for each linear map.
+    `adapt(name, input, output)` returns the output to use for each linear map.
     """
     c = self.config
-    linear = lambda name, x: checkpoint_name(adapt(name, x, getattr(self, name)(x)), "projection")
+
+    def linear(name: str, x: Array) -> Array:
+      return checkpoint_name(adapt(name, x, getattr(self, name)(x)), "projection")
+
     h = self.attention_norm(x)
     q, k, v = (linear(name, h).reshape(*h.shape[:-1], -1, c.head_dim) for name in "qkv")
     if c.qk_norm:
-      q, k = self.q_norm(q), self.k_norm(k)
+      q = self.q_norm(q)
+      k = self.k_norm(k)
     out, extra = attend(_rotate(q, angles), _rotate(k, angles), v)
     h = linear("o", out.reshape(*out.shape[:-2], -1))
     x = x + (self.attention_post_norm(h) if c.post_norms else h)
@@ -135,27 +143,28 @@ class Layer(nnx.Module):
 
 
 def _rotate(x: Array, angles: Array) -> Array:
-  """Rotary position embedding of x [..., heads, d] by angles [..., d / 2]; halves, not interleaved pairs."""
+  """Rotates x [..., heads, d] by angles [..., d / 2]; pairs are made of halves, not interleaved."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+  cos = jnp.cos(angles)[..., None, :]
+  sin = jnp.sin(angles)[..., None, :]
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """A transformer as pure functions of its parameters; hashable, so it can be a static argument.
+  """Computes a transformer as pure functions of its parameters; hashable, so it can be a static argument.
 
   Attributes:
     config: the architecture.
-    dtype: of activations and of the weights at use, "float32" or "bfloat16". Norms, softmax, rotary angles and
-      logits are float32 regardless.
-    attention: backend of whole-row attention, see `async_rl.models.self_attention`.
-    remat: what the backward pass recomputes, from fast to small: "none"; "projections", all but matrix products and
-      attention; "attention", all but attention; "full", each layer.
-    mesh: if given, activations are laid out on it: rows over ("data", "fsdp"), heads, features and vocabulary over
-      "tensor". Without, the compiler may gather activations where gathering weights is cheaper.
-    lora: if given, `init` adds "adapters" to the parameters and they take part; see `split_trainable`. What it freezes
-      needs no float32 master copy: it is kept `as_used`, which changes no result and halves its memory in bfloat16.
+    dtype: the dtype of activations and of the weights at use, "float32" or "bfloat16". Norms, softmax, rotary angles
+      and logits are float32 regardless.
+    attention: the backend of whole-row attention, see `async_rl.models.self_attention`.
+    remat: the part of a layer that the backward pass recomputes, from fast to small: "none"; "projections", all but
+      matrix products and attention; "attention", all but attention; "full", each layer.
+    mesh: the devices on which activations are laid out: rows over ("data", "fsdp"), heads, features and vocabulary
+      over "tensor". Without it, the compiler may gather activations where gathering weights is cheaper.
+    lora: the adapters that `init` adds to the parameters, see `split_trainable`; `None` for none. Frozen parameters
+      need no float32 master copy: they are kept `as_used`, which changes no result and halves their memory in bfloat16.
   """
 
   config: ModelConfig
@@ -167,32 +176,35 @@ class Policy:
 
   def __post_init__(self):
     if self.remat not in REMAT:
-      raise ValueError(f"remat must be one of {REMAT}, got remat={self.remat!r}.")
+      raise ValueError(f"remat must be one of {REMAT}, got remat={self.remat!r}; choose one of them.")
     if self.dtype not in ("float32", "bfloat16"):
-      raise ValueError(f"dtype must be 'float32' or 'bfloat16', got dtype={self.dtype!r}.")
+      raise ValueError(f"dtype must be 'float32' or 'bfloat16', got dtype={self.dtype!r}; choose one of them.")
     _attention.resolve_backend(self.attention, self._device, self.config.head_dim)
 
   def init(self, key: Array) -> Params:
-    """Random parameters, layers stacked: float32, but with `lora` the frozen ones are `as_used`."""
+    """Returns random parameters, layers stacked: float32, but with `lora` the frozen ones are `as_used`."""
     keys = jax.random.split(key, self.config.num_layers + 1)
-    make = lambda module, key: nnx.to_pure_dict(nnx.split(module(self.config, self._dtype, nnx.Rngs(key)))[1])
+
+    def make(module: type, key: Array) -> Params:
+      return nnx.to_pure_dict(nnx.split(module(self.config, self._dtype, nnx.Rngs(key)))[1])
+
     params = {"ends": make(Ends, keys[0]), "layers": jax.vmap(functools.partial(make, Layer))(keys[1:])}
     if self.lora is None:
       return params
     return as_used(params, self._dtype) | {"adapters": init_adapters(self.lora, params, keys[0])}
 
   def abstract(self) -> Params:
-    """Shapes and dtypes of `init`, without computing anything."""
+    """Returns the shapes and dtypes of `init`, without computing anything."""
     return jax.eval_shape(self.init, jax.random.key(0))
 
   def hidden(self, params: Params, tokens: Array, segments: Array, positions: Array) -> Array:
-    """Final hidden states of whole rows.
+    """Returns the final hidden states of whole rows.
 
     Args:
-      params: from `init`, stacked or unstacked.
-      tokens: int32 [B, T].
-      segments: int32 [B, T], attention stays within equal segments; padding is its own segment (0).
-      positions: int32 [B, T], position of each token within its segment.
+      params: the parameters, as from `init`, stacked or unstacked.
+      tokens: int32 [B, T], the token ids.
+      segments: int32 [B, T], the segments within which attention stays; padding is its own segment (0).
+      positions: int32 [B, T], the position of each token within its segment.
 
     Returns:
       [B, T, D]; entry t predicts token t + 1.
@@ -200,20 +212,20 @@ class Policy:
     return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=False))[0]
 
   def prefill(self, params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[Array, Cache]:
-    """As `hidden`, and also the keys and values of every layer, each [B, N, T, d]."""
+    """Returns `hidden`, and the keys and values of every layer, each [B, N, T, d]."""
     return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=True))
 
   def decode(self, params: Params, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
-    """One step of every row: puts token b at `positions[b]` and attends to all up to it.
+    """Runs one step of every row: puts token b at `positions[b]` and attends to all up to it.
 
     Args:
-      params: from `init`, unstacked (stacked works, at the cost of a copy of every layer).
-      tokens: int32 [B].
-      positions: int32 [B], < S.
-      cache: of L layers, each [B, N, S, d].
+      params: the parameters, unstacked (stacked ones work, at the cost of a copy of every layer).
+      tokens: int32 [B], one new token per row.
+      positions: int32 [B], the position of each token, < S.
+      cache: the keys and values of L layers, each [B, N, S, d].
 
     Returns:
-      hidden states [B, D] that predict the next token, and the cache with this token in it.
+      The hidden states [B, D] that predict the next token, and the cache with this token in it.
     """
     params = unstack_layers(params)
     rows = jnp.arange(tokens.shape[0])
@@ -229,7 +241,8 @@ class Policy:
       return out, (keys, values)
 
     ends = self._ends(params)
-    x, new_cache = ends.encode(tokens, self.mesh), []
+    x = ends.encode(tokens, self.mesh)
+    new_cache = []
     per_layer = zip(params["layers"], self._adapters(params), cache, *self._per_layer(), strict=True)
     for layer, adapters, kv, local, frequency in per_layer:
       angles = positions[:, None] * frequency[None, :]
@@ -238,17 +251,16 @@ class Policy:
     return ends.final_norm(x), tuple(new_cache)
 
   def init_cache(self, batch: int, length: int) -> Cache:
-    """An empty cache of `batch` rows and `length` positions; every array is distinct, so it can be donated."""
+    """Returns an empty cache of `batch` rows and `length` positions, of distinct arrays that can be donated."""
     shape = (batch, self.config.num_kv_heads, length, self.config.head_dim)
-    zeros = lambda: jnp.zeros(shape, self._dtype)
-    return tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
+    return tuple((jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self.config.num_layers))
 
   def unembedding(self, params: Params) -> Array:
-    """[D, V] in the parameters' dtype: what makes logits of hidden states."""
+    """Returns the matrix [D, V] from hidden states to logits, in the parameters' dtype."""
     return self._ends(params).unembedding()
 
   def logits(self, params: Params, hidden: Array) -> Array:
-    """float32 logits [..., V] of hidden states [..., D], soft-capped; padding ids get -1e30."""
+    """Returns float32 logits [..., V] of hidden states [..., D], soft-capped; padding ids get -1e30."""
     kernel = self.unembedding(params).astype(self.dtype)
     return finish_logits(jnp.dot(hidden, kernel, preferred_element_type=jnp.float32), self.config)
 
@@ -272,7 +284,7 @@ class Policy:
     return functools.partial(layer, adapt=functools.partial(adapted, self.lora, adapters))
 
   def _adapters(self, params: Params) -> Any:
-    """Stacked adapters or `None`; for unstacked layers, a list of either."""
+    """Returns stacked adapters or `None`; for unstacked layers, a list of either."""
     if ("adapters" in params) != (self.lora is not None):
       has = "have" if "adapters" in params else "lack"
       raise ValueError(f"The parameters {has} adapters and the policy has lora={self.lora}; they must agree.")
@@ -283,7 +295,7 @@ class Policy:
     return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 
   def _per_layer(self) -> tuple[np.ndarray, np.ndarray]:
-    """Of every layer: whether it is local, bool [L], and its rotary frequencies, float32 [L, d / 2]."""
+    """Returns whether each layer is local, bool [L], and its rotary frequencies, float32 [L, d / 2]."""
     return np.array([self.config.is_local(i) for i in range(self.config.num_layers)]), self.config.frequencies()
 
   def _attend_rows(self, segments: Array, local: Array | bool, keep: bool):
@@ -314,9 +326,9 @@ class Policy:
       x, extra = self._layer(layer, adapters)(x, angles, make_attend(local))
       return constrain(x, self.mesh, ROWS), extra
 
-    kept = _KEPT[self.remat]
-    if kept is not None:
-      policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    saved = _SAVED[self.remat]
+    if saved is not None:
+      policy = jax.checkpoint_policies.save_only_these_names(*saved)
       body = jax.checkpoint(body, policy=policy, prevent_cse=isinstance(params["layers"], list))
     x = ends.encode(tokens, self.mesh)
     if isinstance(params["layers"], list):
@@ -332,7 +344,7 @@ class Policy:
 
 
 def finish_logits(logits: Array, config: ModelConfig) -> Array:
-  """Soft-cap and the removal of padding ids; shared by the sampler and the chunked head."""
+  """Soft-caps logits and removes padding ids; shared by the sampler and the chunked head."""
   if config.final_softcap is not None:
     logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
   if config.vocab_limit is not None and config.vocab_limit < config.vocab_size:
@@ -343,7 +355,7 @@ def finish_logits(logits: Array, config: ModelConfig) -> Array:
 
 
 def as_used(params: Params, dtype: str | jnp.dtype) -> Params:
-  """A copy in the dtypes in which parameters are used: the compute dtype, but float32 for norm scales and value heads.
+  """Copies parameters in the dtypes of their use: the compute dtype, but float32 for norm scales and value heads.
 
   Traceable. The copy shares no memory with `params`, which may be donated.
   """
@@ -356,7 +368,7 @@ def as_used(params: Params, dtype: str | jnp.dtype) -> Params:
 
 
 def unstack_layers(params: Params) -> Params:
-  """Stacked layers, and adapters if there are any, to lists of per-layer dicts."""
+  """Turns stacked layers, and adapters if there are any, into lists of per-layer dicts."""
   if isinstance(params["layers"], list):
     return params
   depth = jax.tree.leaves(params["layers"])[0].shape[0]
@@ -364,7 +376,7 @@ def unstack_layers(params: Params) -> Params:
 
 
 def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:
-  """The policy with the rows of its table beyond a tokenizer's vocabulary marked as padding.
+  """Returns the policy with the rows of its table beyond a tokenizer's vocabulary marked as padding.
 
   Raises:
     ValueError: if the tokenizer has more tokens than the table has rows.

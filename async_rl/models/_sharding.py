@@ -1,4 +1,4 @@
-"""Which mesh axis each parameter is split over, by ordered regular expressions that must cover everything."""
+"""The mesh axes that parameters are split over, by ordered regular expressions that must cover everything."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ROWS = ("data", "fsdp")
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """A tree path as names joined by slashes: "layers/q/kernel"."""
+  """Joins the names of a tree path by slashes: "layers/q/kernel"."""
   return "/".join(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry)))) for entry in path)
 
 
 def param_specs(params: Any, rules: Sequence[tuple[str, PartitionSpec]] = RULES) -> Any:
-  """PartitionSpecs of a parameter tree, stacked or not.
+  """Returns the PartitionSpecs of a parameter tree, stacked or not.
 
   Raises:
     ValueError: if no rule matches a parameter; the message names it.
@@ -52,19 +52,19 @@ def param_specs(params: Any, rules: Sequence[tuple[str, PartitionSpec]] = RULES)
 
 
 def param_shardings(params: Any, mesh: Mesh, rules: Sequence[tuple[str, PartitionSpec]] = RULES) -> Any:
-  """NamedShardings of a parameter tree on `mesh`. An axis that does not divide a dimension leaves it whole.
+  """Returns the NamedShardings of a parameter tree; an axis that does not divide a dimension leaves it whole.
 
   Args:
-    params: arrays or ShapeDtypeStructs.
-    mesh: with axes among ("data", "fsdp", "tensor").
-    rules: ordered (regular expression, spec of one layer) pairs.
+    params: the tree of arrays or ShapeDtypeStructs.
+    mesh: the devices, with axes among ("data", "fsdp", "tensor").
+    rules: the ordered (regular expression, spec of one layer) pairs.
   """
 
   return jax.tree.map(lambda leaf, spec: fit_sharding(mesh, spec, leaf.shape), params, param_specs(params, rules))
 
 
 def fit_sharding(mesh: Mesh, spec: Sequence[str | tuple[str, ...] | None], shape: Sequence[int]) -> NamedSharding:
-  """`spec` on `mesh`, less the axes that the mesh lacks or that do not divide their dimension."""
+  """Returns `spec` on `mesh`, less the axes that the mesh lacks or that do not divide their dimension."""
 
   def fit(entry, size):
     axes = () if entry is None else (entry,) if isinstance(entry, str) else entry

@@ -30,12 +30,19 @@ def splash_attention(
   """
   length = q.shape[1]
   padding = -length % _LANES
-  pad = lambda x: jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+
+  def pad(x: Array) -> Array:
+    return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+
   # Heads first. Padding is a segment of its own or extends the row's last one; its outputs are dropped below.
   q, k, v = (pad(x).swapaxes(1, 2) for x in (q * jnp.asarray(scale, q.dtype), k, v))
-  kernel = lambda window: _kernel(q.shape[1], length + padding, window, softcap, interpret)
+  everywhere = _kernel(q.shape[1], length + padding, None, softcap, interpret)
   inputs = (q, k, v, splash.SegmentIds(pad(segments), pad(segments)))
-  out = kernel(None)(*inputs) if window is None else jax.lax.cond(local, kernel(window), kernel(None), *inputs)
+  if window is None:
+    out = everywhere(*inputs)
+  else:
+    nearby = _kernel(q.shape[1], length + padding, window, softcap, interpret)
+    out = jax.lax.cond(local, nearby, everywhere, *inputs)
   return out.swapaxes(1, 2)[:, :length]
 
 

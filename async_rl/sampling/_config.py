@@ -1,8 +1,9 @@
-"""Settings of the slot engine."""
+"""Settings of a sampler."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 ON_UPDATE = ("keep", "recompute")
 LOGPROBS_OF = ("plain", "truncated")
@@ -11,30 +12,31 @@ _GRANULE = 16  # lengths are multiples of this
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-  """Sizes and sampling distribution of an `Engine`; hashable, so it can be a static argument.
+  """Sets the sizes and the sampling distribution of a sampler; hashable, so it can be a static argument.
 
   Attributes:
-    slots: samples decoded at the same time. Each owns key/value cache for `capacity` tokens.
-    group_size: K, samples of each request.
-    max_prompt_tokens: the longest prompt accepted.
-    max_new_tokens: the longest completion; reaching it ends a sample with `LENGTH`.
-    chunk: decode steps between two looks of the host: how often finished slots are refilled and weights can change.
-    temperature: of the softmax. Log-probabilities are of the tempered distribution, softmax(logits / temperature),
-      so the learner must score at the same temperature. At 0 the most likely token is taken and its log-probability
-      is the one at temperature 1.
-    top_k: draw among the `top_k` most likely tokens only (and those tied with the last of them).
-    top_p: draw among the fewest most likely tokens whose probabilities sum to at least `top_p`.
+    slots: the number of samples decoded at the same time. Each owns key/value cache for `capacity` tokens.
+    group_size: K, the number of samples of each request.
+    max_prompt_tokens: the length of the longest prompt accepted.
+    max_new_tokens: the length of the longest completion; reaching it ends a sample with `LENGTH`.
+    chunk: the number of decode steps per chunk. Between chunks, finished slots are refilled and weights can change.
+    temperature: the temperature of the softmax. Log-probabilities are of the tempered distribution,
+      softmax(logits / temperature), so the learner must score at the same temperature. At 0 the most likely token is
+      taken and its log-probability is the one at temperature 1.
+    top_k: the number of most likely tokens to draw from (and those tied with the last of them); `None` for all.
+    top_p: the probability that the tokens to draw from must have together, as few and likely as possible; `None` for
+      all tokens.
     logprobs_of: with `top_k` or `top_p`, the distribution that the log-probabilities are of: "plain" is the whole
       tempered softmax (what a learner computes, but not what the token was drawn from), "truncated" is the one drawn
       from (right for importance weights, but a learner that scores the whole softmax sees ratios below 1).
-    on_update: what happens to the cache of unfinished samples when the weights change: "keep" goes on with keys and
+    on_update: the fate of the cache of unfinished samples when the weights change: "keep" continues with keys and
       values of the older weights, so that the learner's log-probabilities of later tokens differ from the sampler's;
-      "recompute" computes them anew, at the cost of a prefill of all samples in flight for every update.
-    seed: of all randomness, 0 <= seed < 2**32.
-    length_buckets: n; programs are compiled for prompts and for a cache of 1/n, 2/n, ... of the greatest length. A
-      decode step costs what the length costs, so the least that holds all samples is used. With 1, a sample does not
-      depend on its neighbors bit for bit; with more, up to the rounding of sums of different lengths.
-    prefill_tokens: tokens, padding included, that one prefill call should process.
+      "recompute" replaces them, at the cost of a prefill of all unfinished samples for every update.
+    seed: the seed of all randomness, 0 <= seed < 2**32.
+    length_buckets: n; programs are compiled for prompts and for a cache of 1/n, 2/n, ... of the greatest length. The
+      cost of a decode step grows with the length, so the shortest that holds all samples is used. With 1, a sample
+      does not depend on its neighbors bit for bit; with more, up to the rounding of sums of different lengths.
+    prefill_tokens: the number of tokens, padding included, that one prefill call should process.
   """
 
   slots: int
@@ -62,25 +64,27 @@ class SamplerConfig:
       "prefill_tokens",
     ):
       if getattr(self, name) < 1:
-        raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
+        raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}; raise it.")
     if self.slots < self.group_size:
       raise ValueError(
         f"slots must be at least group_size, got slots={self.slots}, group_size={self.group_size}: "
         "a request needs all its slots at once, so none would ever start."
       )
-    if not self.temperature >= 0:
-      raise ValueError(f"temperature must be >= 0, got temperature={self.temperature}.")
+    if not 0 <= self.temperature < math.inf:
+      raise ValueError(
+        f"temperature must be finite and at least 0, got temperature={self.temperature}; 1 draws from the policy."
+      )
     if self.on_update not in ON_UPDATE:
-      raise ValueError(f"on_update must be one of {ON_UPDATE}, got on_update={self.on_update!r}.")
+      raise ValueError(f"on_update must be one of {ON_UPDATE}, got on_update={self.on_update!r}; choose one of them.")
     if not 0 <= self.seed < 2**32:
-      raise ValueError(f"seed must lie in 0..2**32-1, got seed={self.seed}.")
+      raise ValueError(f"seed must lie in 0..2**32-1, got seed={self.seed}; choose another one.")
     self._check_truncation()
 
   def _check_truncation(self) -> None:
     if self.top_k is not None and self.top_k < 1:
-      raise ValueError(f"top_k must be at least 1, got top_k={self.top_k}.")
+      raise ValueError(f"top_k must be at least 1, got top_k={self.top_k}; None draws from all tokens.")
     if self.top_p is not None and not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p must lie in (0, 1], got top_p={self.top_p}.")
+      raise ValueError(f"top_p must lie in (0, 1], got top_p={self.top_p}; None draws from all tokens.")
     truncated = self.top_k is not None or self.top_p is not None
     if truncated and self.temperature == 0:
       raise ValueError("top_k and top_p have no effect at temperature=0, which takes the most likely token; drop them.")
@@ -90,27 +94,27 @@ class SamplerConfig:
         f"logprobs_of, one of {LOGPROBS_OF}, which one the log-probabilities are of; got {self.logprobs_of!r}."
       )
     if not truncated and self.logprobs_of is not None:
-      raise ValueError(f"logprobs_of={self.logprobs_of!r} has a meaning with top_k or top_p only; drop it.")
+      raise ValueError(f"logprobs_of={self.logprobs_of!r} has no effect without top_k or top_p; drop it.")
 
   @property
   def prompt_lengths(self) -> tuple[int, ...]:
-    """Padded prompt lengths, ascending."""
+    """Returns the padded prompt lengths, ascending."""
     return _buckets(self.max_prompt_tokens, self.length_buckets)
 
   @property
   def lengths(self) -> tuple[int, ...]:
-    """Attended lengths of a decode step, ascending."""
+    """Returns the attended lengths of a decode step, ascending."""
     return _buckets(self.max_prompt_tokens + self.max_new_tokens, self.length_buckets)
 
   @property
   def prefix_lengths(self) -> tuple[int, ...]:
-    """Padded lengths of a prefill, ascending: those of prompts, and the longer ones of prompts with completions."""
+    """Returns the padded lengths of a prefill, ascending: those of prompts, then those of prompts with completions."""
     prompts = self.prompt_lengths
     return prompts + tuple(n for n in self.lengths if n > prompts[-1])
 
   @property
   def capacity(self) -> int:
-    """S, cache positions of a slot."""
+    """Returns S, the number of cache positions of a slot."""
     return self.lengths[-1]
 
 

@@ -108,8 +108,11 @@ def put(cache: KeyValues, new: KeyValues, rows: Array, slots: Array) -> KeyValue
 
 def resize(cache: KeyValues, length: int) -> KeyValues:
   """Cuts or pads one layer's cache, each [B, N, S, d], to `length` positions."""
-  shape = lambda x: ((0, 0), (0, 0), (0, max(0, length - x.shape[2])), (0, 0))
-  return jax.tree.map(lambda x: jnp.pad(x[:, :, :length], shape(x)), cache)
+
+  def one(x: Array) -> Array:
+    return jnp.pad(x[:, :, :length], ((0, 0), (0, 0), (0, max(0, length - x.shape[2])), (0, 0)))
+
+  return jax.tree.map(one, cache)
 
 
 def decode_chunk(

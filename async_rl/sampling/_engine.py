@@ -251,24 +251,31 @@ class Engine(Sampler):
     Goes layer by layer, so that two whole caches never exist. A copy costs as much as two decode steps; attending to
     empty positions would cost that in every step.
     """
-    room = lambda s: min(self._config.chunk, self._config.max_new_tokens - s.length)
-    needed = [len(s.prompt) + s.length + room(s) for s in self._live().values()] + [self._padded(p) for p, _ in work]
+    chunk, limit = self._config.chunk, self._config.max_new_tokens
+    needed = [len(s.prompt) + min(s.length + chunk, limit) for s in self._live().values()]
+    needed += [self._padded_length(prefix) for prefix, _ in work]
     length = next(n for n in self._config.lengths if n >= max(needed))
     if length != self._length:
-      layers, self._cache = list(self._cache), ()
-      resize, self._length = self._programs.resize(self._length, length), length
+      resize = self._programs.resize(self._length, length)
+      self._length = length
+      layers = list(self._cache)
+      self._cache = ()
       for i in range(len(layers)):
         layers[i] = resize(layers[i])
       self._cache = tuple(layers)
 
-  def _padded(self, prefix: np.ndarray) -> int:
+  def _padded_length(self, prefix: np.ndarray) -> int:
     return next(n for n in self._config.prefix_lengths if n >= len(prefix))
 
   def _prefill(self, work: list[_Work]) -> None:
     """Computes each prefix and copies it into its slots; prefixes of one padded length go together."""
-    padded = lambda item: self._padded(item[0])
-    for length, group in itertools.groupby(sorted(work, key=padded), key=padded):
-      items, rows = list(group), self._programs.prefill_rows(length)
+
+    def padded_length(item: _Work) -> int:
+      return self._padded_length(item[0])
+
+    for length, group in itertools.groupby(sorted(work, key=padded_length), key=padded_length):
+      items = list(group)
+      rows = self._programs.prefill_rows(length)
       for i in range(0, len(items), rows):
         self._prefill_call(length, items[i : i + rows])
 
@@ -285,7 +292,8 @@ class Engine(Sampler):
       filled += len(slots)
       self.counters.prefill_tokens += len(prefix)
     placed = jax.device_put((tokens, sources, targets), (programs.rows, programs.whole, programs.whole))
-    computed, put = programs.prefill(length)(self._params, placed[0]), programs.put(length, self._length)
+    computed = programs.prefill(length)(self._params, placed[0])
+    put = programs.put(length, self._length)
     self._cache = tuple(put(old, new, *placed[1:]) for old, new in zip(self._cache, computed, strict=True))
 
   def _run_chunk(self) -> _decode.Drawn:
@@ -295,7 +303,8 @@ class Engine(Sampler):
       row = (last, len(s.prompt) + s.length - 1, s.length, s.ticket, s.index, True)
       for array, value in zip(slots, row, strict=True):
         array[i] = value
-    placed, decode = jax.device_put(slots, self._programs.rows), self._programs.decode(self._length)
+    placed = jax.device_put(slots, self._programs.rows)
+    decode = self._programs.decode(self._length)
     self._cache, drawn = decode(self._params, self._cache, placed, self._device_version)
     return jax.device_get(drawn)
 

@@ -76,18 +76,16 @@ class Programs:
 
   def compile_all(self, prefixes: tuple[int, ...]) -> None:
     """Compiles every program that prefixes of these padded lengths need."""
-    lengths, bind = self._config.lengths, functools.partial
-    jobs: list[Callable[[], Any]] = [
-      self.prepare,
-      *(bind(self.decode, n) for n in lengths),
-      *(bind(self.prefill, n) for n in prefixes),
-    ]
-    jobs += [bind(self.put, *pair) for pair in itertools.product(prefixes, lengths) if pair[0] <= pair[1]]
-    jobs += [bind(self.resize, *pair) for pair in itertools.permutations(lengths, 2)]
+    lengths = self._config.lengths
+    jobs: list[tuple[Callable[..., Any], tuple[int, ...]]] = [(self.prepare, ())]
+    jobs += [(self.decode, (length,)) for length in lengths]
+    jobs += [(self.prefill, (prefix,)) for prefix in prefixes]
+    jobs += [(self.put, pair) for pair in itertools.product(prefixes, lengths) if pair[0] <= pair[1]]
+    jobs += [(self.resize, pair) for pair in itertools.permutations(lengths, 2)]
     # In threads, since the compiler releases the GIL; but on a GPU it times kernels, which must run alone.
     platform = self.whole.mesh.devices.flat[0].platform
     with concurrent.futures.ThreadPoolExecutor(1 if platform == "gpu" else None) as pool:
-      for future in [pool.submit(job) for job in jobs]:
+      for future in [pool.submit(compile, *sizes) for compile, sizes in jobs]:
         future.result()
 
   def prefill_rows(self, prefix: int) -> int:

@@ -101,7 +101,7 @@ def test_an_unknown_rope_table_is_refused(tmp_path):
   reader = gguf.GGUFReader(path, "r+")
   next(t for t in reader.tensors if t.name == "rope_freqs.weight").data[1] = 3.0
   reader.data.flush()
-  with pytest.raises(ValueError, match="not a scaling of Llama 3"):
+  with pytest.raises(ValueError, match="must be a scaling of Llama 3"):
     models.open_checkpoint(path)
 
 

@@ -121,6 +121,7 @@ def test_truncated_sampling_says_what_its_logprobs_are_of(logprobs_of):
     ({"chunk": 0}, "chunk=0"),
     ({"temperature": -1.0}, "temperature=-1.0"),
     ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": float("inf")}, "temperature=inf"),
     ({"on_update": "drop"}, "on_update='drop'"),
     ({"seed": 2**32}, "seed=4294967296"),
     ({"top_k": 0, "logprobs_of": "plain"}, "top_k=0"),

@@ -1,4 +1,4 @@
-"""What each parameter of the policy is called in public checkpoints."""
+"""The names of the policy's parameters in public checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LAYER = (
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-  """Hugging Face's name for each of our paths; "{}" stands for the layer's number."""
+  """Returns Hugging Face's name for each of our paths; "{}" stands for the layer's number."""
   names = {ours: hf for ours, hf, _ in _ENDS}
   names |= {f"layers/{ours}": f"model.layers.{{}}.{hf}" for ours, hf, _ in _LAYER}
   if not config.post_norms:  # with two norms a layer, the second one has the name that Gemma gives the post-norm
@@ -48,13 +48,13 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
 
 
 def gguf_names() -> dict[str, str]:
-  """GGUF's name for each of our paths; "{}" stands for the layer's number."""
+  """Returns GGUF's name for each of our paths; "{}" stands for the layer's number."""
   names = {ours: gguf for ours, _, gguf in _ENDS}
   return names | {f"layers/{ours}": f"blk.{{}}.{gguf}" for ours, _, gguf in _LAYER}
 
 
 class Tensor(NamedTuple):
-  """One tensor of a checkpoint and where it belongs: a whole parameter, or one layer of a stacked one."""
+  """Assigns one tensor of a checkpoint to a whole parameter, or to one layer of a stacked one."""
 
   name: str  # our path
   stored: str  # the checkpoint's name
@@ -63,7 +63,7 @@ class Tensor(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """As stored: matrices are [out, in] there."""
+    """Returns its shape as stored, where matrices are [out, in]."""
     shape = tuple(self.leaf.shape if self.layer is None else self.leaf.shape[1:])
     return shape[::-1] if is_transposed(self.name) else shape
 
@@ -72,12 +72,12 @@ class Tensor(NamedTuple):
     return math.prod(self.shape)
 
   def take(self) -> jax.Array:
-    """Its values, as we store them."""
+    """Returns its values, as we store them."""
     return self.leaf if self.layer is None else self.leaf[self.layer]
 
 
 def tensors_of(params: Any, names: dict[str, str]) -> Iterator[Tensor]:
-  """The checkpoint's tensors that make up `params`, whose layers are stacked."""
+  """Yields the checkpoint's tensors that make up `params`, whose layers are stacked."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = path_name(path)
     for layer in range(leaf.shape[0]) if is_stacked(name) else (None,):
@@ -85,10 +85,10 @@ def tensors_of(params: Any, names: dict[str, str]) -> Iterator[Tensor]:
 
 
 def is_stacked(name: str) -> bool:
-  """Whether our parameter `name` holds all layers, stacked."""
+  """Returns whether our parameter `name` holds all layers, stacked."""
   return name.startswith("layers/")
 
 
 def is_transposed(name: str) -> bool:
-  """Whether our parameter `name` is transposed in checkpoints."""
+  """Returns whether our parameter `name` is transposed in checkpoints."""
   return name.endswith("/kernel") or name == "ends/head"
