@@ -18,8 +18,8 @@ class LagControllerState(NamedTuple):
   smoothed_cosine: jax.Array  # shape=(), dtype=float32
   ess_seen: jax.Array  # shape=(), dtype=int32, observations in smoothed_ess
   cosine_seen: jax.Array  # shape=(), dtype=int32
-  hold: jax.Array  # shape=(), dtype=int32, updates still to be ignored after a cut
-  calm: jax.Array  # shape=(), dtype=int32, updates without alarm since the last change
+  updates_to_ignore: jax.Array  # shape=(), dtype=int32, after a cut
+  updates_without_alarm: jax.Array  # shape=(), dtype=int32, since the last change
 
 
 class LagController(NamedTuple):
@@ -32,7 +32,7 @@ class LagController(NamedTuple):
 def _smooth(
   mean: jax.Array, seen: jax.Array, value: ArrayLike, decay: float, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """A running mean, plain at first; NaN is no observation."""
+  """Returns a running mean, plain at first, and its number of observations; NaN is not an observation."""
   value = jnp.asarray(value, jnp.float32)
   used = used & jnp.isfinite(value)
   weight = jnp.maximum(1.0 - decay, 1.0 / (seen + 1.0))
@@ -53,20 +53,22 @@ def control_lag(
 
   Halve on alarm, recover by one. An alarm is a running mean of the ESS ratio below `ess_floor`, or of the cosine above
   `cosine_ceiling`. It halves the allowed lag; then, because batches that are already under way are as stale as
-  before, the controller ignores as many updates as the lag was, plus one, and starts its means afresh. After
+  before, the controller ignores as many updates as the lag was, plus one, and restarts its means. After
   `patience` updates without alarm it allows one more.
 
-  The functions are pure and take and return arrays, so they work on the host, under `jit`, `scan` and `vmap`. The
-  thresholds are ours, not from a paper. `ess_floor` must lie below the ESS ratio at lag 0, which is under 1 where
-  sampler and trainer differ numerically.
+  It is for training loops that can change their lag bound while they run: call `update` after each optimizer step, and
+  submit or accept only what the returned lag allows. The trainer of this library fixes its bound for a whole run and
+  does not call it. The functions are pure and take and return arrays, so they work on the host, under `jit`, `scan` and
+  `vmap`. The rule and its thresholds are ours, not from a paper, and were tested on simulated signals only. `ess_floor`
+  must lie below the ESS ratio at lag 0, which is under 1 where sampler and trainer differ numerically.
 
   Args:
-    max_lag: largest allowed lag in optimizer steps, and the initial one.
-    min_lag: smallest allowed lag, 0 <= min_lag <= max_lag.
-    ess_floor: ESS ratio below which lag is cut, in [0, 1]; 0 ignores the ESS.
-    cosine_ceiling: cosine to the previous gradient above which lag is cut, in [0, 1]; 1 ignores the cosine.
-    decay: decay per update of the running means, in [0, 1).
-    patience: updates without alarm that earn one more step of lag, >= 1.
+    max_lag: the largest allowed lag in optimizer steps, and the initial one, >= 0.
+    min_lag: the smallest allowed lag, 0 <= min_lag <= max_lag.
+    ess_floor: the ESS ratio below which the lag is cut, in [0, 1]; 0 ignores the ESS.
+    cosine_ceiling: the cosine to the previous gradient above which the lag is cut, in [0, 1]; 1 ignores the cosine.
+    decay: the decay per update of the running means, in [0, 1).
+    patience: the number of updates without alarm that earn one more step of lag, >= 1.
 
   Returns:
     The controller. `update` takes this optimizer step's `ess_ratio` and `cosine`; NaN means not measured.
@@ -99,19 +101,19 @@ def control_lag(
       smoothed_cosine=jnp.zeros([], jnp.float32),
       ess_seen=jnp.zeros([], jnp.int32),
       cosine_seen=jnp.zeros([], jnp.int32),
-      hold=jnp.zeros([], jnp.int32),
-      calm=jnp.zeros([], jnp.int32),
+      updates_to_ignore=jnp.zeros([], jnp.int32),
+      updates_without_alarm=jnp.zeros([], jnp.int32),
     )
 
   def update(
     state: LagControllerState, *, ess_ratio: ArrayLike, cosine: ArrayLike
   ) -> tuple[jax.Array, LagControllerState]:
-    watching = state.hold == 0
+    watching = state.updates_to_ignore == 0
     ess, ess_seen = _smooth(state.smoothed_ess, state.ess_seen, ess_ratio, decay, watching)
     aligned, cosine_seen = _smooth(state.smoothed_cosine, state.cosine_seen, cosine, decay, watching)
     alarm = watching & (((ess_seen > 0) & (ess < ess_floor)) | ((cosine_seen > 0) & (aligned > cosine_ceiling)))
     cut = alarm & (state.allowed_lag > min_lag)
-    calm = jnp.where(alarm | ~watching, 0, state.calm + 1)
+    calm = jnp.where(alarm | ~watching, 0, state.updates_without_alarm + 1)
     raised = calm >= patience
     allowed = jnp.where(cut, jnp.maximum(state.allowed_lag // 2, min_lag), state.allowed_lag + raised)
     allowed = jnp.minimum(allowed, max_lag).astype(jnp.int32)
@@ -121,8 +123,8 @@ def control_lag(
       smoothed_cosine=aligned,
       ess_seen=jnp.where(cut, 0, ess_seen),
       cosine_seen=jnp.where(cut, 0, cosine_seen),
-      hold=jnp.where(cut, state.allowed_lag + 1, jnp.maximum(state.hold - 1, 0)),
-      calm=jnp.where(raised, 0, calm),
+      updates_to_ignore=jnp.where(cut, state.allowed_lag + 1, jnp.maximum(state.updates_to_ignore - 1, 0)),
+      updates_without_alarm=jnp.where(raised, 0, calm),
     )
 
   return LagController(init, update)

@@ -10,11 +10,11 @@ from async_rl import _arrays
 
 
 class GradientProducts(NamedTuple):
-  """Global products of a gradient g with a reference h of the same tree.
+  """Global products of a gradient g with an earlier one h of the same tree.
 
   Attributes:
-    norm: float32 [], norm of g.
-    cosine: float32 [], cosine of g and h; 0 if either norm is zero or not finite.
+    norm: float32 [], the norm of g.
+    cosine: float32 [], the cosine of g and h; 0 if either norm is zero or not finite.
     projection: float32 [], the p for which p h is the part of g parallel to h; 0 where the cosine is.
     defined: bool [], whether both norms are finite and above zero.
     finite: bool [], whether g has a finite norm.
@@ -28,22 +28,24 @@ class GradientProducts(NamedTuple):
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
-  """Casts up for elementwise arithmetic; float64 stays what it is."""
+  """Casts up to float32 for elementwise arithmetic; float64 stays float64."""
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def global_norm(x: Any) -> jax.Array:
-  """Euclidean norm over all leaves of a tree, in float32 whatever their dtype."""
+  """Returns the Euclidean norm over all leaves of a tree, float32 [] whatever their dtypes."""
   return jnp.sqrt(_arrays.tree_squared_norm(x))
 
 
-def gradient_products(gradient: Any, reference: Any) -> GradientProducts:
-  """All that alignment needs of two gradients, in one pass over them. See `GradientProducts`."""
-  dot = _arrays.tree_dot(gradient, reference)
-  norm, reference_norm = global_norm(gradient), global_norm(reference)
+def gradient_products(gradient: Any, earlier: Any) -> GradientProducts:
+  """Returns the `GradientProducts` of two gradients of the same structure."""
+  dot = _arrays.tree_dot(gradient, earlier)
+  norm = global_norm(gradient)
+  earlier_norm = global_norm(earlier)
   finite = jnp.isfinite(norm)
-  defined = finite & jnp.isfinite(reference_norm) & (norm > 0) & (reference_norm > 0)
-  safe = lambda x: jnp.where(defined, x, 1.0)
-  cosine = jnp.clip(jnp.where(defined, dot, 0.0) / safe(norm * reference_norm), -1.0, 1.0)
-  projection = cosine * safe(norm) / safe(reference_norm)
-  return GradientProducts(norm, cosine, projection, defined, finite)
+  defined = finite & jnp.isfinite(earlier_norm) & (norm > 0) & (earlier_norm > 0)
+  safe_norm = jnp.where(defined, norm, 1.0)
+  safe_earlier_norm = jnp.where(defined, earlier_norm, 1.0)
+  cosine = jnp.where(defined, dot / (safe_norm * safe_earlier_norm), 0.0)
+  cosine = jnp.clip(cosine, -1.0, 1.0)
+  return GradientProducts(norm, cosine, cosine * safe_norm / safe_earlier_norm, defined, finite)

@@ -37,8 +37,8 @@ def track_norm(
   `optax.tree.get(state["step"], "grad_norm")`.
 
   Args:
-    decay: decay per update of the running mean, in [0, 1). Early on it is a plain mean.
-    threshold: ratio to the usual norm that makes a spike, > 1.
+    decay: the decay per update of the running mean, in [0, 1). Early on it is a plain mean.
+    threshold: the ratio to the usual norm that makes a spike, > 1.
 
   Returns:
     The transformation. It keeps six scalars.
@@ -109,11 +109,11 @@ class TrackCosineState(NamedTuple):
 def track_cosine(storage_dtype: DTypeLike | None = None) -> optax.GradientTransformationExtraArgs:
   """Observes the global cosine of each gradient to the one before.
 
-  Near 0 in synchronous training, high under harmful staleness. `control_alignment` reports it too and needs
-  no second buffer.
+  It is near 0 in synchronous training where noise dominates the gradient, and high under harmful staleness, but also
+  where the signal is strong. `control_alignment` reports it too and needs no second buffer.
 
   Args:
-    storage_dtype: dtype of the stored gradient, e.g. "bfloat16"; the parameters' own if None.
+    storage_dtype: the dtype of the stored gradient, e.g. "bfloat16"; `None` uses the parameters' own.
 
   Returns:
     The transformation. It costs one buffer of the gradient's size in `storage_dtype`. The cosine is 0 on the first

@@ -392,36 +392,3 @@ def test_none_leaves_pass_through(row, name):
   nothing = {"static": None}
   updates, _ = run(row.make(), make_params() | nothing, make_gradients() | nothing, make_extra())
   assert_close(updates, plain(name)[0] | nothing)
-
-
-def test_multi_steps_hands_over_the_last_micro_batch_s_log_weights_only():
-  """Documented, and the reason to accumulate outside: the ratio is of the last micro-batch, not of the whole."""
-  optimizer = optax.MultiSteps(stabilizers.scale_by_ess(power=1.0), 2)
-  params = jnp.zeros(1)
-  state = optimizer.init(params)
-  micro_batches = jnp.array([0.0, 0.0]), jnp.array([0.0, -100.0])
-  for log_weights in micro_batches:
-    updates, state = optimizer.update(jnp.ones(1), state, params, log_weights=log_weights)
-  assert float(updates[0]) == pytest.approx(0.5)
-  assert float(stabilizers.ess_ratio(jnp.concatenate(micro_batches))) == pytest.approx(0.75)
-
-
-def test_multi_steps_in_a_chain_drops_extra_arguments_and_that_fails_loudly():
-  optimizer = optax.chain(optax.identity(), optax.MultiSteps(stabilizers.scale_by_ess(), 2))
-  params = jnp.zeros(1)
-  with pytest.raises(TypeError, match="log_weights"):
-    optimizer.update(jnp.ones(1), optimizer.init(params), params, log_weights=jnp.zeros(4))
-
-
-def test_multi_steps_around_alignment_compares_accumulated_gradients():
-  gradients = jnp.array([[1.0, 0.0], [1.0, 2.0], [0.0, 3.0], [0.0, -1.0]])
-  accumulating = optax.MultiSteps(stabilizers.control_alignment(optax.sgd(0.1)), 2)
-  state, update = accumulating.init(jnp.zeros(2)), jax.jit(accumulating.update)
-  for gradient in gradients:
-    updates, state = update(gradient, state, jnp.zeros(2))
-  plain = stabilizers.control_alignment(optax.sgd(0.1))
-  plain_state = plain.init(jnp.zeros(2))
-  for gradient in gradients.reshape(2, 2, 2).mean(1):
-    expected, plain_state = plain.update(gradient, plain_state, jnp.zeros(2))
-  assert_close(updates, expected)
-  assert_close(state.inner_opt_state, plain_state)
