@@ -15,6 +15,9 @@ Order matters:
   decay.
 - `track_norm` and `track_cosine` go wherever the thing to be observed is: gradients at the front, steps at the end.
 
+In a trainer that passes no extra arguments to the optimizer, `scale_by_ess_probe(chain)` takes the place of
+`scale_by_ess`.
+
 Options, for those who want to try them:
 
 - `control_alignment(chain)` skips steps whose gradient repeats the previous one. It wraps the whole chain, so that a
@@ -36,6 +39,10 @@ from async_rl.stabilizers._ess import ScaleByEssState
 from async_rl.stabilizers._ess import TrackOnPolicyRatioState
 from async_rl.stabilizers._ess import scale_by_ess
 from async_rl.stabilizers._ess import track_on_policy_ratio
+from async_rl.stabilizers._ess_probe import ScaleByEssProbeState
+from async_rl.stabilizers._ess_probe import attach_ess_probe
+from async_rl.stabilizers._ess_probe import ess_probe
+from async_rl.stabilizers._ess_probe import scale_by_ess_probe
 from async_rl.stabilizers._lag_controller import LagController
 from async_rl.stabilizers._lag_controller import LagControllerState
 from async_rl.stabilizers._lag_controller import control_lag

@@ -83,9 +83,7 @@ def scale_by_ess(
     Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs, 2026, equations 4 and 5,
     https://arxiv.org/abs/2602.17616
   """
-  _validation.check_number("power", power, at_least=0)
-  remedy = "wrap scale_by_ess in optax.inject_hyperparams to pass a schedule" if callable(on_policy_ratio) else ""
-  _validation.check_number("on_policy_ratio", on_policy_ratio, above=0, remedy=remedy)
+  check_scaling(power, on_policy_ratio)
 
   def init(params: optax.Params) -> ScaleByEssState:
     del params
@@ -105,18 +103,11 @@ def scale_by_ess(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ScaleByEssState]:
     del params, extra_args
-    _check_log_weights(log_weights)
+    check_log_weights(log_weights)
     ratio = _arrays.ess_ratio(log_weights, log_weights_mask)
-    usable = ratio > 0
-    scale = jnp.power(jnp.minimum(1.0, ratio / on_policy_ratio), power)
-    scale = jnp.where(usable, scale, 0.0).astype(jnp.float32)
-    scaled = jax.tree.map(lambda u: (scale * _statistics.at_least_float32(u)).astype(u.dtype), updates)
-    updates = jax.tree.map(lambda u: jnp.where(usable, u, jnp.zeros_like(u)), scaled)
-    return updates, ScaleByEssState(
-      ess_ratio=ratio,
-      ess_scale=scale,
-      ess_undefined_count=jnp.where(usable, state.ess_undefined_count, optax.safe_increment(state.ess_undefined_count)),
-    )
+    scale = scale_of_ratio(ratio, power, on_policy_ratio)
+    undefined_count = count_undefined(state.ess_undefined_count, ratio)
+    return scale_updates(updates, scale, ratio), ScaleByEssState(ratio, scale, undefined_count)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -148,7 +139,7 @@ class _OnPolicyRatio(optax.schedules.StatefulSchedule):
     **extra_args: Any,
   ) -> TrackOnPolicyRatioState:
     del extra_args
-    _check_log_weights(log_weights)
+    check_log_weights(log_weights)
     ratio = _arrays.ess_ratio(log_weights, log_weights_mask)
     measured = jnp.asarray(on_policy, bool) & (ratio > 0)
     decay = jnp.where(state.on_policy_batch_count > 0, self._decay, 0.0)
@@ -205,9 +196,34 @@ def track_on_policy_ratio(
   return _OnPolicyRatio(decay, initial)
 
 
-def _check_log_weights(log_weights: ArrayLike) -> None:
+def check_log_weights(log_weights: ArrayLike) -> None:
+  """Raises unless *log_weights* is a vector [B]."""
   if jnp.ndim(log_weights) != 1:
     raise ValueError(
       f"*log_weights* must be one value per sequence, shape [B], got log_weights.shape={jnp.shape(log_weights)}; "
       "sum the log-ratios of each sequence over its trained tokens."
     )
+
+
+def check_scaling(power: float | jax.Array, on_policy_ratio: float | jax.Array) -> None:
+  """Raises unless the arguments of `scale_by_ess` are in range."""
+  _validation.check_number("power", power, at_least=0)
+  remedy = "wrap scale_by_ess in optax.inject_hyperparams to pass a schedule" if callable(on_policy_ratio) else ""
+  _validation.check_number("on_policy_ratio", on_policy_ratio, above=0, remedy=remedy)
+
+
+def scale_of_ratio(ratio: jax.Array, power: float | jax.Array, on_policy_ratio: float | jax.Array) -> jax.Array:
+  """Returns the factor of the step, float32 []; 0 where *ratio* is 0, which is how an undefined one is reported."""
+  scale = jnp.power(jnp.minimum(1.0, ratio / on_policy_ratio), power)
+  return jnp.where(ratio > 0, scale, 0.0).astype(jnp.float32)
+
+
+def scale_updates(updates: optax.Updates, scale: jax.Array, ratio: jax.Array) -> optax.Updates:
+  """Returns *updates* times *scale* in their dtypes, and zeros where *ratio* is 0, whatever the updates are."""
+  scaled = jax.tree.map(lambda u: (scale * _statistics.at_least_float32(u)).astype(u.dtype), updates)
+  return jax.tree.map(lambda u: jnp.where(ratio > 0, u, jnp.zeros_like(u)), scaled)
+
+
+def count_undefined(count: jax.Array, ratio: jax.Array) -> jax.Array:
+  """Returns *count*, increased by one where *ratio* is 0."""
+  return jnp.where(ratio > 0, count, optax.safe_increment(count))
