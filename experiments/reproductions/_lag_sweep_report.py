@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Collection
 
 import numpy as np
 
+from experiments.reproductions._intervals import grid
+from experiments.reproductions._intervals import interval
+from experiments.reproductions._intervals import measure
+from experiments.reproductions._intervals import signed
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_run import CURVES
 from experiments.reproductions._lag_sweep_table import LAST
 from experiments.reproductions._lag_sweep_table import Table
-from experiments.reproductions._lag_sweep_table import grid
-from experiments.reproductions._lag_sweep_table import interval
-from experiments.reproductions._lag_sweep_table import measure
-from experiments.reproductions._lag_sweep_table import signed
+from experiments.reproductions._lag_sweep_table import rate_text
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -21,6 +23,15 @@ LEGEND = """Every ± is half of a 95 % interval (Student) over seeds. Difference
 has the highest mean over the very seeds that it is shown for, which flatters every method, and most of all those that
 were tried at many rates or in many variants: these tables choose, and [which_correction.md](../which_correction.md)
 reports on fresh seeds. * marks a best rate at the edge of those tried."""
+
+#: Methods of the page's table.
+SHOWN = (
+  "sync", "sync, OPOB exact", "no correction", "token TIS", "seq TIS", "PPO", "decoupled PPO", "A-3PO", "GSPO", "CISPO",
+  "TOPR", "M2PO", "ESS", "OPOB", "VCPO", "VCPO, exact", "GAC", "seq TIS + GAC", "VCPO + GAC", "PPO + GAC", "TOPR + GAC",
+  "PPO + ESS", "A-3PO + GAC + ESS", "PPO + random skips", "seq TIS, matched rate", "PPO, matched rate", "sequence PPO",
+  "PPO, momentum .97", "ESS, momentum .97", "TOPR, momentum .97", "TOPR + OPOB, exact", "sequence PPO + OPOB, exact",
+  "sequence PPO + ahead, momentum .97", "sequence PPO + OPOB, exact + ahead, momentum .97",
+)  # fmt: skip
 
 #: Methods of the figures' panels.
 PANELS = {
@@ -39,27 +50,42 @@ PANELS = {
 }
 
 
-def best_rates(table: Table) -> str:
+def _at_best_rate(table: Table, method: str, lag: int) -> tuple[int | None, str]:
+  """Returns the row of a method's best rate and its accuracy with that rate, starred at the edge; None without runs."""
+  best = table.best(method, lag)
+  if best is None:
+    return None, ""
+  edge = "*" if table.at_edge(best) else ""
+  return best, f"{measure(table.accuracy[best])} ({rate_text(table.configs[best][2])}{edge})"
+
+
+def best_rates(table: Table, names: Collection[str] | None = None, differences: bool = True) -> str:
   """Returns a row per method: accuracy at its best rate for every lag, and the difference to sync, paired by seed.
 
-  A * marks a best rate at the edge of the rates that were tried: a better one may lie beyond.
+  Args:
+    table: the results.
+    names: the methods; all that have results by default.
+    differences: whether to give the difference to sync.
   """
   reference = table.best("sync", 0)
   rows = []
-  for method in table.methods():
+  for method in names or table.methods():
     row = [method]
     for lag in [0, *table.lags()]:
-      best = None if lag and method.startswith("sync") else table.best(method, lag)
-      if best is None:
-        row.append("")
-        continue
-      edge = "*" if table.at_edge(best) else ""
-      cell = f"{measure(table.accuracy[best])} ({table.configs[best][2]:g}{edge})"
-      if reference is not None and lag:
+      best, cell = (None, "") if lag and method.startswith("sync") else _at_best_rate(table, method, lag)
+      if differences and lag and best is not None and reference is not None:
         cell += f", {signed(table.difference(best, reference), 2)}"
       row.append(cell)
     rows.append(row)
   return grid(["method", *(f"lag {lag}" for lag in [0, *table.lags()])], rows)
+
+
+def momentum_and_lead(table: Table, lag: int) -> str:
+  """Returns a row per correction at its best rate: alone, with the lead, with momentum .97, and with both."""
+  suffixes = ("", " + ahead", ", momentum .97", " + ahead, momentum .97")
+  names = ("no correction", "seq TIS", "ESS", "PPO", "TOPR", "sequence PPO", "sequence PPO + OPOB, exact")
+  rows = [[name, *(_at_best_rate(table, name + suffix, lag)[1] for suffix in suffixes)] for name in names]
+  return grid([f"lag {lag}", "alone", "lead", "momentum .97", "momentum .97, lead"], rows)
 
 
 def by_rate(table: Table, lag: int) -> str:
@@ -70,7 +96,7 @@ def by_rate(table: Table, lag: int) -> str:
     at = table.rates(method, lag)
     if at:
       rows.append([method, *(measure(table.accuracy[at[rate]]) if rate in at else "" for rate in rates)])
-  return grid([f"lag {lag}", *(f"{rate:g}" for rate in rates)], rows)
+  return grid([f"lag {lag}", *(rate_text(rate) for rate in rates)], rows)
 
 
 def diagnostics(table: Table, lag: int, rate: float) -> str:
@@ -83,7 +109,7 @@ def diagnostics(table: Table, lag: int, rate: float) -> str:
       curves = dict(zip(CURVES, table.curves[i].astype(np.float32), strict=True))
       late = [f"{curves[name][-LAST:].mean():.2f}" for name in ("ess", "entropy")]
       rows.append([method, *(f"{curves[name].mean():.2f}" for name in names), *late])
-  return grid([f"lag {lag}, rate {rate:g}", *names, "ess, late", "entropy, late"], rows)
+  return grid([f"lag {lag}, rate {rate_text(rate)}", *names, "ess, late", "entropy, late"], rows)
 
 
 def draw_rates(table: Table, file: pathlib.Path) -> None:
@@ -131,7 +157,7 @@ def draw_curves(table: Table, lag: int, rate: float, file: pathlib.Path) -> None
   for axis in axes[-1]:
     axis.set_xlabel("update")
   axes[0, -1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-  figure.suptitle(f"lag {lag}, learning rate {rate:g}")
+  figure.suptitle(f"lag {lag}, learning rate {rate_text(rate)}")
   _save(figure, file)
 
 

@@ -1,8 +1,7 @@
-"""The condensed results of a sweep, and the statistics that compare two rows of them.
+"""The condensed results of a sweep: accuracies by configuration and seed, compared seed by seed.
 
-Every ± is half the width of a 95 % interval (Student's t), never a standard deviation. A difference is taken seed by
-seed: both runs began with the same warm start, prompts and random numbers. A rate is chosen on some seeds and reported
-on others: `Table.best` takes the seeds to choose on.
+Two runs of one seed begin with the same warm start, prompts and random numbers, so differences are paired. A rate is
+chosen on some seeds and reported on others: `choose_rate` takes the seeds to choose on.
 """
 
 from __future__ import annotations
@@ -10,52 +9,17 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
-from scipy import special
 
+from experiments.reproductions._intervals import Interval
+from experiments.reproductions._intervals import interval
 from experiments.reproductions._lag_sweep_plan import GROUPS
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_run import CURVES
 
 #: Probes at the end of a run whose mean is its accuracy: 50 updates.
 LAST = 5
-
-
-class Interval(NamedTuple):
-  """A mean with half the width of its interval, infinite for a single value.
-
-  Attributes:
-    mean: the mean.
-    half: half the width.
-    size: the number of values.
-  """
-
-  mean: float
-  half: float
-  size: int
-
-  @property
-  def holds_zero(self) -> bool:
-    """Whether the interval holds 0, so that a difference is not shown."""
-    return abs(self.mean) <= self.half
-
-
-def interval(values: np.ndarray, comparisons: int = 1) -> Interval:
-  """Returns the mean and 95 % interval (Student) of the values that are not NaN.
-
-  Args:
-    values: the values, one per seed, [S].
-    comparisons: the number of intervals that hold jointly at 95 % (Bonferroni); 1 is the plain interval.
-  """
-  values = np.asarray(values, np.float64)
-  values = values[~np.isnan(values)]
-  count = len(values)
-  if count < 2:
-    return Interval(float(np.mean(values)), float("inf"), count)
-  quantile = float(special.stdtrit(count - 1, 1.0 - 0.025 / comparisons))
-  return Interval(float(np.mean(values)), quantile * float(np.std(values, ddof=1)) / count**0.5, count)
 
 
 @dataclasses.dataclass
@@ -122,9 +86,14 @@ class Table:
     rates = list(self.rates(method, lag))
     return rate in (rates[0], rates[-1])
 
-  def difference(self, row: int, other: int, comparisons: int = 1) -> Interval:
-    """Returns accuracy of *row* minus that of *other*, paired by seed, over the seeds that both have."""
-    return interval(self.accuracy[row] - self.accuracy[other], comparisons)
+  def difference(self, row: int, other: int) -> Interval:
+    """Returns the accuracy of *row* minus that of *other*, paired by seed, over the seeds that both have."""
+    return interval(self.accuracy[row] - self.accuracy[other])
+
+  def complete(self) -> Table:
+    """Returns the table of the configurations that were run on every seed."""
+    rows = [i for i, values in enumerate(self.accuracy) if not np.isnan(values).any()]
+    return Table([self.configs[i] for i in rows], self.seeds, self.accuracy[rows], self.curves[rows])
 
   def lags(self) -> list[int]:
     """Returns the lags above 0."""
@@ -148,24 +117,10 @@ def choose_rate(table: Table, method: str, lag: int, seeds: Iterable[int] | None
   return table.configs[row][2]
 
 
-def number(x: float, digits: int = 2) -> str:
-  """Returns a number without the zero before its point."""
-  return f"{x:.{digits}f}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:.{digits}f}"
+def rate_text(rate: float) -> str:
+  """Returns a learning rate as text.
 
-
-def measure(values: np.ndarray, digits: int = 2) -> str:
-  """Returns mean ± half the 95 % interval as text; the mean alone for a single value."""
-  got = interval(values)
-  return number(got.mean, digits) + (f" ± {number(got.half, digits)}" if np.isfinite(got.half) else "")
-
-
-def signed(got: Interval, digits: int = 3) -> str:
-  """Returns a difference with its sign and interval as text."""
-  sign = "−" if got.mean < 0 else "+"
-  return f"{sign}{number(abs(got.mean), digits)} ± {number(got.half, digits)}"
-
-
-def grid(header: list[str], rows: list[list[str]]) -> str:
-  """Returns a table in Markdown."""
-  lines = [header, ["---"] * len(header), *rows]
-  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+  >>> rate_text(2e-4)
+  '2e-4'
+  """
+  return f"{rate:.0e}".replace("e-0", "e-")

@@ -27,6 +27,9 @@ from async_rl import recording
 from async_rl import runtime
 from async_rl.learning import Method
 from experiments.configs import keywords
+from experiments.reproductions._intervals import grid
+from experiments.reproductions._intervals import measure
+from experiments.reproductions._intervals import verdict
 
 METHODS: tuple[Method, ...] = ("online_dpo", "rloo", "proximal_rloo", "best_of_n")
 ROUNDS = (1, 4, 16, 64)
@@ -74,39 +77,97 @@ def looks(folder: pathlib.Path) -> list[Look]:
   return found
 
 
+def read(file: pathlib.Path) -> list[Look]:
+  """Returns the measurements of a report's csv file."""
+  with open(file, newline="") as lines:
+    return [
+      Look(row["method"], *(int(row[k]) for k in Look._fields[1:4]), *(float(row[k]) for k in Look._fields[4:]))
+      for row in csv.DictReader(lines)
+    ]
+
+
+class Ends:
+  """The last measurements of all runs.
+
+  Args:
+    found: the measurements of runs.
+
+  Attributes:
+    methods: the methods, in the order in which they appear.
+    rounds: the values of N, in ascending order.
+    seeds: the seeds, in ascending order.
+    step: the last step.
+  """
+
+  def __init__(self, found: list[Look]):
+    self.step = max(look.step for look in found)
+    self._ends = {look[:3]: look for look in found if look.step == self.step}
+    self.methods = list(dict.fromkeys(look.method for look in found))
+    self.rounds = sorted({look.rounds for look in found})
+    self.seeds = sorted({look.seed for look in found})
+
+  def values(self, method: str, rounds: int, field: str = "gold") -> np.ndarray:
+    """Returns a field of every seed, NaN where there is no finished run, [S]."""
+    looks = [self._ends.get((method, rounds, seed)) for seed in self.seeds]
+    return np.array([np.nan if look is None else getattr(look, field) for look in looks])
+
+
 def table(found: list[Look]) -> str:
-  """True reward and KL at the end, mean and standard deviation over seeds; a row a method."""
-  last = max(look.step for look in found)
-  rounds = sorted({look.rounds for look in found})
-  lines = ["| method | " + " | ".join(f"N = {n}" for n in rounds) + " |", "|---" * (len(rounds) + 1) + "|"]
-  for method in dict.fromkeys(look.method for look in found):
-    cells = []
-    for n in rounds:
-      ends = [look for look in found if (look.method, look.rounds, look.step) == (method, n, last)]
-      gold, kl = np.array([look.gold for look in ends]), np.array([look.kl for look in ends])
-      cells.append(f"{gold.mean():.3f} ± {gold.std():.3f}, KL {kl.mean():.1f}" if ends else "")
-    lines.append(f"| {method} | " + " | ".join(cells) + " |")
-  return "\n".join(lines)
+  """Returns a row per method: true reward at the end with its 95 % interval over seeds, and the mean KL."""
+  ends = Ends(found)
+  rows = []
+  for method in ends.methods:
+    row = [method]
+    for n in ends.rounds:
+      gold, kl = ends.values(method, n), ends.values(method, n, "kl")
+      row.append("" if np.isnan(gold).all() else f"{measure(gold, 3)}, KL {np.nanmean(kl):.1f}")
+    rows.append(row)
+  return grid(["method", *(f"N = {n}" for n in ends.rounds)], rows)
+
+
+def differences_to_one_round(found: list[Look]) -> str:
+  """Returns a row per method: true reward at every larger N minus that at the smallest, paired by seed."""
+  ends = Ends(found)
+  first, *more = ends.rounds
+  rows = []
+  for method in ends.methods:
+    differences = [ends.values(method, n) - ends.values(method, first) for n in more]
+    rows.append([method, *(verdict(values, len(ends.methods) * len(more)) for values in differences)])
+  return grid([f"minus N = {first}", *(f"N = {n}" for n in more)], rows)
+
+
+def differences_to_method(found: list[Look], other: str) -> str:
+  """Returns a row per method: true reward minus that of the method *other* at the same N, paired by seed."""
+  ends = Ends(found)
+  rivals = [method for method in ends.methods if method != other]
+  rows = []
+  for method in rivals:
+    differences = [ends.values(method, n) - ends.values(other, n) for n in ends.rounds]
+    rows.append([method, *(verdict(values, len(rivals) * len(ends.rounds)) for values in differences)])
+  return grid([f"minus {other}", *(f"N = {n}" for n in ends.rounds)], rows)
 
 
 def draw(found: list[Look], file: pathlib.Path) -> None:
-  """True reward at the end against N, and on the way against the KL, at the smallest and at the largest N."""
+  """Draws the true reward at the end against N, and on the way against the KL, at the smallest and at the largest N."""
   import matplotlib.pyplot as plt
 
-  last, rounds = max(look.step for look in found), sorted({look.rounds for look in found})
-  figure, (ends, *ways) = plt.subplots(1, 3, figsize=(12, 4), sharey=True)
-  for i, method in enumerate(dict.fromkeys(look.method for look in found)):
+  ends, rounds = Ends(found), sorted({look.rounds for look in found})
+  figure, (against_rounds, *ways) = plt.subplots(1, 3, figsize=(12, 4), sharey=True)
+  for i, method in enumerate(ends.methods):
     style = {"color": f"C{i}", "label": method}
-    gold = [[k.gold for k in found if (k.method, k.rounds, k.step) == (method, n, last)] for n in rounds]
-    means = [np.mean(values) if values else np.nan for values in gold]
-    ends.errorbar(rounds, means, [np.std(values) if values else 0.0 for values in gold], marker="o", capsize=3, **style)
+    for n in rounds:
+      gold = ends.values(method, n)
+      place = n * 1.06 ** (i - 1.5)  # beside each other
+      against_rounds.plot([place] * len(gold), gold, ".", color=f"C{i}", markersize=5)
+    against_rounds.plot(rounds, [np.nanmean(ends.values(method, n)) for n in rounds], **style)
     for axis, n in zip(ways, (rounds[0], rounds[-1])):
-      for seed in sorted({look.seed for look in found}):
+      for seed in ends.seeds:
         way = [look for look in found if (look.method, look.rounds, look.seed) == (method, n, seed)]
         axis.plot([max(k.kl, 1e-2) for k in way], [k.gold for k in way], ".-", linewidth=0.8, color=f"C{i}")
-  ends.set(xscale="log", xlabel="N, batches sampled at a time", ylabel="true reward", title=f"after {last} updates")
-  ends.set_xticks(rounds, map(str, rounds))
-  ends.legend(fontsize=8)
+  title = f"after {ends.step} updates, every seed"
+  against_rounds.set(xscale="log", xlabel="N, batches sampled at a time", ylabel="true reward", title=title)
+  against_rounds.set_xticks(rounds, map(str, rounds))
+  against_rounds.legend(fontsize=8)
   for axis, n in zip(ways, (rounds[0], rounds[-1])):
     axis.set(xscale="log", xlabel="KL to the supervised policy", title=f"on the way, N = {n}")
   figure.tight_layout()

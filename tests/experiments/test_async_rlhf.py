@@ -19,6 +19,7 @@ def test_command(tmp_path, capsys):
   assert (tmp_path / "results" / "async_rlhf.png").read_bytes().startswith(b"\x89PNG")
   assert "| method | N = 1 | N = 4 |" in printed
   assert "| rloo | " in printed
+  assert {look.step for look in async_rlhf.read(tmp_path / "results" / "async_rlhf.csv")} == {0, 2, 4}
 
 
 def test_a_report_of_no_runs_leaves_the_results_alone(tmp_path, capsys):
@@ -29,14 +30,30 @@ def test_a_report_of_no_runs_leaves_the_results_alone(tmp_path, capsys):
   assert (tmp_path / "async_rlhf.csv").read_text() == "earlier"
 
 
-def test_table():
-  look = lambda method, n, seed, step, gold: async_rlhf.Look(method, n, seed, step, gold, 0.0, 2.0)
+def _look(method, rounds, seed, step, gold):
+  return async_rlhf.Look(method, rounds, seed, step, gold, 0.0, 2.0)
+
+
+def test_the_table_has_intervals_over_seeds_at_the_last_step():
   found = [
-    look("rloo", 1, 0, 2, 0.5),
-    look("rloo", 1, 0, 4, 0.6),
-    look("rloo", 1, 1, 4, 0.8),
-    look("dpo", 8, 0, 4, 0.1),
+    _look("rloo", 1, 0, 2, 0.5),
+    _look("rloo", 1, 0, 4, 0.6),
+    _look("rloo", 1, 1, 4, 0.8),
+    _look("dpo", 8, 0, 4, 0.1),
   ]
   lines = async_rlhf.table(found).splitlines()
-  assert lines[2] == "| rloo | 0.700 ± 0.100, KL 2.0 |  |"
-  assert lines[3] == "| dpo |  | 0.100 ± 0.000, KL 2.0 |"
+  assert lines[2] == "| rloo | .700 ± 1.271, KL 2.0 |  |"  # 12.706 times .1, for two seeds
+  assert lines[3] == "| dpo |  | .100, KL 2.0 |"
+
+
+def test_differences_are_paired_by_seed():
+  found = [_look("rloo", n, seed, 4, 0.3 * seed + 0.1 * n) for n in (1, 2) for seed in range(3)]
+  found += [_look("online_dpo", n, seed, 4, 0.3 * seed) for n in (1, 2) for seed in range(3)]
+  assert "| rloo | **+.100 ± .000** |" in async_rlhf.differences_to_one_round(found)
+  assert "| rloo | **+.100 ± .000** | **+.200 ± .000** |" in async_rlhf.differences_to_method(found, "online_dpo")
+
+
+def test_the_published_measurements_are_read():
+  found = async_rlhf.read(async_rlhf.RESULTS / "async_rlhf.csv")
+  assert {look.method for look in found} == set(async_rlhf.METHODS)
+  assert all(isinstance(look.seed, int) and isinstance(look.gold, float) for look in found)

@@ -13,6 +13,7 @@ from async_rl import losses
 from async_rl import tasks
 from async_rl.types import LENGTH
 from async_rl.types import STOP
+from experiments.reproductions import _intervals as intervals
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_report as reports
@@ -274,24 +275,24 @@ def test_controls_get_what_was_measured(tmp_path):
 
 
 def test_interval_is_students():
-  mean, half, size = tables.interval(np.array([1.0, 2.0, 3.0, np.nan]))
+  mean, half, size = intervals.interval(np.array([1.0, 2.0, 3.0, np.nan]))
   assert (mean, size) == (2.0, 3)
   assert math.isclose(half, 4.30265 / 3**0.5, rel_tol=1e-5)
-  twenty = tables.interval(np.arange(20.0))
+  twenty = intervals.interval(np.arange(20.0))
   assert math.isclose(twenty.half, 2.09302 * np.std(np.arange(20.0), ddof=1) / 20**0.5, rel_tol=1e-5)
-  assert tables.interval(np.array([4.0]))[:2] == (4.0, math.inf)
+  assert intervals.interval(np.array([4.0]))[:2] == (4.0, math.inf)
 
 
 def test_an_interval_that_holds_jointly_is_wider():
   values = np.array([0.0, 1.0, 2.0])  # of five comparisons each holds at 99 %: Student's 9.92484
-  assert math.isclose(tables.interval(values, comparisons=5).half, 9.92484 / 3**0.5, rel_tol=1e-5)
+  assert math.isclose(intervals.interval(values, comparisons=5).half, 9.92484 / 3**0.5, rel_tol=1e-5)
 
 
 @pytest.mark.parametrize(
   ("values", "holds"), [([-1.0, 1.0, 1.5], True), ([1.0, 1.1, 1.2], False), ([-1.0, -1.1], False)]
 )
 def test_an_interval_that_holds_zero_is_no_difference(values, holds):
-  assert tables.interval(np.array(values)).holds_zero is holds
+  assert intervals.interval(np.array(values)).holds_zero is holds
 
 
 def _table(rows: dict[tuple[str, int, float], list[float]], seeds: list[int]) -> tables.Table:
@@ -320,8 +321,8 @@ def test_a_best_rate_at_the_edge_is_flagged():
   rows = {("PPO", 10, rate): [value] for rate, value in ((5e-5, 0.3), (1e-4, 0.5), (2e-4, 0.4))}
   rows |= {("TOPR", 10, rate): [value] for rate, value in ((5e-5, 0.3), (1e-4, 0.5))}
   text = reports.best_rates(_table(rows, [0]))
-  assert "| PPO |  | .50 (0.0001) |" in text
-  assert "| TOPR |  | .50 (0.0001*) |" in text
+  assert "| PPO |  | .50 (1e-4) |" in text
+  assert "| TOPR |  | .50 (1e-4*) |" in text
 
 
 def test_a_table_keeps_its_seeds(tmp_path):

@@ -1,0 +1,166 @@
+"""Compares the configurations of the study on fresh seeds with sync and with named controls, paired by seed."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from experiments.reproductions import _lag_sweep_methods as methods
+from experiments.reproductions._intervals import grid
+from experiments.reproductions._intervals import measure
+from experiments.reproductions._intervals import verdict
+from experiments.reproductions._lag_sweep_table import Table
+from experiments.reproductions._lag_sweep_table import choose_rate
+from experiments.reproductions._lag_sweep_table import rate_text
+
+#: What each method is compared with, so that one ingredient differs.
+CONTROL_OF = {
+  "sync, momentum .97": "sync",
+  "sync, OPOB exact": "sync",
+  "seq TIS": "no correction",
+  "PPO": "no correction",
+  "A-3PO": "PPO",
+  "DPPO": "PPO",
+  "SAPO": "PPO",
+  "PPO, MaxRL": "PPO",
+  "PPO + GAC": "PPO + random skips",
+  "PPO + random skips": "PPO",
+  "TOPR": "seq TIS",
+  "TOPR + GAC": "TOPR",
+  "TOPR + OPOB, exact": "TOPR",
+  "VCPO, exact": "seq TIS",
+  "sequence PPO": "PPO",
+  "sequence PPO, momentum .97": "sequence PPO",
+  "sequence PPO + ahead, momentum .97": "sequence PPO, momentum .97",
+  "sequence PPO + OPOB, exact": "sequence PPO",
+  "sequence PPO + OPOB, exact + ahead": "sequence PPO + OPOB, exact",
+  "sequence PPO + OPOB, exact, momentum .97": "sequence PPO + OPOB, exact",
+  "sequence PPO + OPOB, exact + ahead, momentum .97": "sequence PPO + OPOB, exact, momentum .97",
+}
+
+
+class Row(NamedTuple):
+  """A configuration of the fresh table with the rows that it is compared with, `None` where there is none.
+
+  Attributes:
+    config: the row of the table.
+    chosen: whether its rate is the one chosen on earlier seeds.
+    sync: the row of sync.
+    sync_exact: the row of sync with exact OPOB, for a method that uses it at a lag.
+    control: the row of its control.
+  """
+
+  config: int
+  chosen: bool
+  sync: int | None
+  sync_exact: int | None
+  control: int | None
+
+
+class Study:
+  """The study on fresh seeds.
+
+  Args:
+    fresh: the runs on fresh seeds.
+    earlier: the runs on the seeds that rates and methods were chosen on.
+    lags: the lags of the tables; 0 is sync.
+
+  Raises:
+    ValueError: if sync was not run on every seed.
+
+  Attributes:
+    rows: the rows of every lag's table, the most accurate first.
+    comparisons: the number of differences in all tables.
+  """
+
+  def __init__(self, fresh: Table, earlier: Table, lags: Iterable[int] = (0, 10, 32)):
+    self.fresh = fresh.complete()
+    self._earlier = earlier
+    sync = self._row("sync", 0)
+    if sync is None:
+      raise ValueError("there is no sync run on every seed at the rate chosen on earlier seeds; make it first.")
+    self.sync = sync
+    self._sync_exact = self._row("sync, OPOB exact", 0)
+    self.rows = {lag: self._rows(lag) for lag in lags}
+    self.comparisons = sum(other is not None for rows in self.rows.values() for row in rows for other in row[2:])
+
+  def _chosen_rate(self, method: str, lag: int) -> float | None:
+    try:
+      return round(choose_rate(self._earlier, method, lag), 10)
+    except ValueError:
+      return None
+
+  def _row(self, method: str, lag: int, rate: float | None = None) -> int | None:
+    """Returns the row of a method at a rate, or else at its chosen rate."""
+    rows = self.fresh.rates(method, lag)
+    return rows.get(rate, rows.get(self._chosen_rate(method, lag)))  # type: ignore[arg-type]
+
+  def _rows(self, lag: int) -> list[Row]:
+    rows = []
+    for index, (method, k, rate) in enumerate(self.fresh.configs):
+      if k == lag:
+        exact = self._sync_exact if lag and method in methods.EXACT_NORMS else None
+        control = self._row(CONTROL_OF[method], lag, rate) if lag and method in CONTROL_OF else None
+        sync = None if index == self.sync else self.sync
+        rows.append(Row(index, rate == self._chosen_rate(method, lag), sync, exact, control))
+    return sorted(rows, key=lambda row: -float(self.fresh.accuracy[row.config].mean()))
+
+  def cells(self, method: str, lag: int, rate: float) -> tuple[str, str]:
+    """Returns the accuracy of a configuration and its difference to sync, as text."""
+    index = self.fresh.rates(method, lag)[rate]
+    return measure(self.fresh.accuracy[index], 3), self._difference(index, self.sync)
+
+  def table(self, lag: int) -> str:
+    """Returns the table of a lag: accuracy, and the differences to sync, to sync with exact OPOB, and to a control."""
+    lines = []
+    for row in self.rows[lag]:
+      method, _, rate = self.fresh.configs[row.config]
+      line = [method, rate_text(rate) + (" c" if row.chosen else ""), measure(self.fresh.accuracy[row.config], 3)]
+      line.append(self._difference(row.config, row.sync))
+      if lag:
+        line += [self._difference(row.config, row.sync_exact), self._name(row.control, rate)]
+        line.append(self._difference(row.config, row.control))
+      lines.append(line)
+    header = [f"lag {lag}" if lag else "no lag", "rate", "accuracy", "minus sync"]
+    return grid(header + (["minus sync, OPOB exact", "control", "minus control"] if lag else []), lines)
+
+  def _difference(self, index: int, other: int | None) -> str:
+    if other is None:
+      return ""
+    return verdict(self.fresh.accuracy[index] - self.fresh.accuracy[other], self.comparisons)
+
+  def _name(self, index: int | None, rate: float) -> str:
+    if index is None:
+      return ""
+    name, _, at = self.fresh.configs[index]
+    return name if at == rate else f"{name} at {rate_text(at)}"
+
+  def draw(self, file: pathlib.Path) -> None:
+    """Draws the difference to sync of every configuration with its 95 % interval, a panel per lag."""
+    import matplotlib.pyplot as plt
+
+    panels = {lag: [row for row in rows if row.sync is not None][::-1] for lag, rows in self.rows.items()}
+    heights = [len(rows) + 1.5 for rows in panels.values()]
+    size = (8.5, 0.27 * sum(heights) + 0.8)
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
+    for axis, (lag, rows) in zip(axes[:, 0], panels.items(), strict=True):
+      for chosen, color, label in ((True, "C0", "rate chosen on earlier seeds"), (False, "0.6", "another rate")):
+        places = [y for y, row in enumerate(rows) if row.chosen is chosen]
+        found = [self.fresh.difference(rows[y].config, self.sync) for y in places]
+        means, halves = [x.mean for x in found], [x.half for x in found]
+        style = {"fmt": "o", "color": color, "capsize": 2.5, "markersize": 4, "label": label}
+        axis.errorbar(means, places, xerr=halves, **style)
+      configs = [self.fresh.configs[row.config] for row in rows]
+      axis.set_yticks(range(len(rows)), [f"{method}, {rate_text(rate)}" for method, _, rate in configs], fontsize=8)
+      axis.axvline(0, color="black", linewidth=0.8)
+      axis.grid(axis="x", linewidth=0.3)
+      axis.set_ylim(-0.7, len(rows) - 0.3)
+      axis.set_title(f"lag {lag}" if lag else "no lag", loc="left", fontsize=9)
+    axes[-1, 0].legend(fontsize=8, loc="lower left")
+    rate, seeds = self.fresh.configs[self.sync][2], len(self.fresh.seeds)
+    label = f"accuracy minus sync at {rate_text(rate)}, paired over {seeds} fresh seeds, with 95 % intervals"
+    figure.supxlabel(label, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,119 @@
+"""Prints the tables of the pages in this folder from their result files, and writes them there.
+
+    python -m experiments.reproductions.tables            # prints every table
+    python -m experiments.reproductions.tables --write    # updates the pages and the figure of the fresh seeds
+
+A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. The tests compare every table of every
+page with what this command makes of the result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+
+from experiments.reproductions import _lag_sweep_paired as paired
+from experiments.reproductions import _lag_sweep_report as reports
+from experiments.reproductions import async_rlhf
+from experiments.reproductions._intervals import grid
+from experiments.reproductions._lag_sweep_plan import Results
+from experiments.reproductions._lag_sweep_table import Table
+
+PAGES = pathlib.Path(__file__).parent
+FRESH = reports.RESULTS / "fresh_seeds"
+
+_MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@functools.cache
+def earlier() -> Table:
+  """Returns the runs on the seeds that rates and methods were chosen on."""
+  return Table.load(reports.RESULTS / "lag_sweep_ch4.npz")
+
+
+@functools.cache
+def study() -> paired.Study:
+  """Returns the study on fresh seeds."""
+  return paired.Study(Table.of(Results(FRESH), "ch4"), earlier())
+
+
+@functools.cache
+def looks() -> list[async_rlhf.Look]:
+  """Returns the measurements of the study of off-policy RLHF."""
+  return async_rlhf.read(reports.RESULTS / "async_rlhf.csv")
+
+
+def fresh_counts() -> str:
+  """Returns what the tables on fresh seeds hold, as a sentence."""
+  configs, seeds = study().fresh.configs, study().fresh.seeds
+  return (
+    f"{len(configs) * len(seeds)} runs: {len(configs)} configurations on each of {len(seeds)} seeds, {seeds[0]} to"
+    f" {seeds[-1]}; {study().comparisons} comparisons."
+  )
+
+
+#: The answer in short: lag, what to use, and the configuration that was measured.
+ANSWERS = (
+  (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
+  (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
+  (10, "the same with exact OPOB", ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4)),
+  (32, "TOPR, Adam as usual", ("TOPR", 32, 2e-4)),
+)
+
+
+def answers() -> str:
+  """Returns a row per recommendation, with what was measured on fresh seeds."""
+  rows = []
+  for lag, advice, config in ANSWERS:
+    accuracy, difference = study().cells(*config)
+    rows.append([str(lag), advice, accuracy, difference])
+  return grid(["lag", "use", "accuracy", "minus sync"], rows)
+
+
+#: The tables by name.
+TABLES: dict[str, Callable[[], str]] = {
+  "answers": answers,
+  "fresh counts": fresh_counts,
+  "fresh, no lag": lambda: study().table(0),
+  "fresh, lag 10": lambda: study().table(10),
+  "fresh, lag 32": lambda: study().table(32),
+  "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),
+  "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
+  "rlhf": lambda: async_rlhf.table(looks()),
+  "rlhf, more rounds": lambda: async_rlhf.differences_to_one_round(looks()),
+  "rlhf, methods": lambda: async_rlhf.differences_to_method(looks(), "online_dpo"),
+}
+
+
+def fill(page: str) -> str:
+  """Returns the text of a page with every marked table made again.
+
+  Raises:
+    ValueError: if the page marks a table that does not exist.
+  """
+
+  def made(match: re.Match) -> str:
+    if match[2] not in TABLES:
+      raise ValueError(f"there is no table {match[2]!r}; there are {list(TABLES)}")
+    return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
+
+  return _MARKED.sub(made, page)
+
+
+def main(arguments: list[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--write", action="store_true", help="update the pages and the figure instead of printing")
+  if not parser.parse_args(arguments).write:
+    for name, table in TABLES.items():
+      print(f"## {name}\n\n{table()}\n")
+    return
+  for page in sorted(PAGES.glob("*.md")):
+    page.write_text(fill(page.read_text()))
+  study().draw(reports.RESULTS / "fresh_seeds.png")
+
+
+if __name__ == "__main__":
+  main()

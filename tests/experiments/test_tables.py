@@ -1,0 +1,140 @@
+"""The pages' tables: what stands on the pages is what the result files give, and the comparisons are paired."""
+
+import re
+
+import numpy as np
+import pytest
+
+from experiments.reproductions import _intervals as intervals
+from experiments.reproductions import _lag_sweep_paired as paired
+from experiments.reproductions import _lag_sweep_run as runs
+from experiments.reproductions import _lag_sweep_table as sweep
+from experiments.reproductions import tables
+
+PAGES = sorted(tables.PAGES.glob("*.md"))
+MEASURED = re.compile(r"[+−]?\.\d{3} ± \.\d{3}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_those_of_the_result_files(page):
+  text = page.read_text()
+  assert tables.fill(text) == text, "run python -m experiments.reproductions.tables --write"
+
+
+def test_every_table_stands_on_a_page():
+  marked = {name for page in PAGES for name in re.findall(r"<!-- table: (.+?) -->", page.read_text())}
+  assert marked == set(tables.TABLES)
+
+
+@pytest.mark.parametrize(
+  "page", [tables.PAGES / "which_correction.md", tables.PAGES.parent / "README.md"], ids=lambda page: page.stem
+)
+def test_every_figure_in_the_text_about_fresh_seeds_stands_in_a_table(page):
+  prose = re.sub(r"<!-- table.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+  prose = "\n".join(line for line in prose.splitlines() if "GSM8K" not in line and "the same with Gemma" not in line)
+  made = {figure for table in tables.TABLES.values() for figure in MEASURED.findall(table())}
+  earlier = {".025 ± .012"}  # of runs that were not kept, as the page says
+  quoted = set(MEASURED.findall(prose)) - earlier
+  assert len(quoted) >= 10
+  assert quoted <= made
+
+
+def test_no_fresh_seed_was_chosen_on():
+  assert len(tables.study().fresh.seeds) >= 20
+  assert not set(tables.study().fresh.seeds) & set(tables.earlier().seeds)
+
+
+def test_the_number_of_comparisons_is_that_of_the_differences_shown():
+  shown = [line.split("|")[4:] for lag in (0, 10, 32) for line in tables.study().table(lag).splitlines()[2:]]
+  differences = [cell for line in shown for cell in line if "±" in cell]
+  assert len(differences) == tables.study().comparisons
+  assert f"{tables.study().comparisons} comparisons" in tables.fresh_counts()
+
+
+def test_a_table_that_does_not_exist_is_refused():
+  with pytest.raises(ValueError, match="there is no table 'lag 11'; there are "):
+    tables.fill("<!-- table: lag 11 -->\n<!-- end -->\n")
+
+
+def test_the_command_prints_every_table(capsys):
+  tables.main([])
+  printed = capsys.readouterr().out
+  for name, table in tables.TABLES.items():
+    assert f"## {name}\n\n{table()}\n" in printed
+
+
+@pytest.mark.parametrize(
+  ("values", "comparisons", "wanted"),
+  [
+    ([0.1, -0.1, 0.05], 1, "+.017 ± .259 (no difference)"),
+    ([-0.10, -0.11, -0.12], 1, "**−.110 ± .025**"),
+    ([-0.10, -0.11, -0.12], 1000, "−.110 ± .025"),  # among a thousand it is only a hint
+  ],
+)
+def test_a_difference_says_what_it_shows(values, comparisons, wanted):
+  assert intervals.verdict(np.array(values), comparisons) == wanted
+
+
+def _table(rows: dict[tuple[str, int, float], list[float]]) -> sweep.Table:
+  curves = np.zeros((len(rows), len(runs.CURVES), 4), np.float16)
+  seeds = list(range(len(next(iter(rows.values())))))
+  return sweep.Table(list(rows), seeds, np.array(list(rows.values()), np.float32), curves)
+
+
+@pytest.fixture
+def study():
+  earlier = _table(
+    {(name, lag, rate): [0.5 + rate] for name, lag in (("sync", 0), ("PPO", 10)) for rate in (1e-4, 2e-4)}
+  )
+  fresh = _table(
+    {
+      ("sync", 0, 2e-4): [0.6, 0.8, 0.7],
+      ("PPO", 10, 2e-4): [0.5, 0.7, 0.6],
+      ("PPO", 10, 1e-4): [0.5, 0.6, 0.7],
+      ("no correction", 10, 1e-4): [0.1, 0.1, 0.4],
+      ("TOPR", 10, 2e-4): [0.6, np.nan, np.nan],
+    }
+  )
+  return paired.Study(fresh, earlier, (0, 10))
+
+
+def test_a_study_compares_with_sync_and_with_the_control_at_the_same_rate(study):
+  header, _, *lines = study.table(10).splitlines()
+  assert header == "| lag 10 | rate | accuracy | minus sync | minus sync, OPOB exact | control | minus control |"
+  assert [line.split(" | ")[:2] for line in lines] == [
+    ["| PPO", "2e-4 c"],
+    ["| PPO", "1e-4"],
+    ["| no correction", "1e-4"],
+  ]
+  assert "| **−.100 ± .000** |" in lines[0]
+  assert lines[0].endswith("|  |  |  |")  # there is no run without a correction at this rate, nor a chosen one
+  assert "| no correction | +.400 ± " in lines[1]
+  assert study.comparisons == 4
+
+
+def test_a_configuration_without_all_seeds_is_left_out(study):
+  assert "TOPR" not in study.table(10)
+
+
+def test_a_study_without_sync_is_refused():
+  rows = _table({("PPO", 10, 1e-4): [0.5, 0.6]})
+  with pytest.raises(ValueError, match="no sync run on every seed"):
+    paired.Study(rows, rows)
+
+
+def test_a_study_is_drawn(study, tmp_path):
+  study.draw(tmp_path / "figure.png")
+  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_control_is_a_method_and_differs():
+  for method, control in paired.CONTROL_OF.items():
+    assert method in paired.methods.METHODS
+    assert control in paired.methods.METHODS
+    assert method != control
+
+
+def test_numbers_have_no_zero_before_the_point():
+  assert intervals.number(0.5) == ".50"
+  assert intervals.number(10.25) == "10.25"
+  assert intervals.measure(np.array([0.1, 0.3])) == ".20 ± 1.27"
