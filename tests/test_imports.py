@@ -18,10 +18,11 @@ ALLOWED = {
   "_validation": set(),
   "_arrays": {"_validation"},
   "_monitor": set(),
+  "_suggestions": set(),
   "stabilizers": {"_arrays", "_validation"},
   "losses": {"_arrays", "_validation"},
-  "models": {"types"},
-  "tasks": {"types", "_monitor"},
+  "models": {"types", "_suggestions"},
+  "tasks": {"types", "_monitor", "_suggestions"},
 }
 ALLOWED["sampling"] = ALLOWED["learning"] = {
   "types",

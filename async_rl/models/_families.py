@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from async_rl._suggestions import suggestion
 from async_rl.models._config import ModelConfig
 from async_rl.models._config import RopeScaling
 
@@ -183,6 +183,4 @@ def named(name: str) -> ModelConfig:
   """
   if name in FAMILIES:
     return FAMILIES[name]
-  near = difflib.get_close_matches(name.lower(), FAMILIES, n=1, cutoff=0.5)
-  hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(FAMILIES)}."
-  raise ValueError(f"There is no model {name!r}; {hint}")
+  raise ValueError(f"There is no model {name!r}; {suggestion(name.lower(), FAMILIES, cutoff=0.5)}")

@@ -14,10 +14,10 @@ from async_rl.tasks._prompt_check import check_prompts
 from async_rl.tasks._reasoning_gym import ReasoningGym
 from async_rl.tasks._registry import TASKS
 from async_rl.tasks._registry import make
-from async_rl.tasks._rewards import RewardPool
-from async_rl.tasks._rewards import RewardResult
-from async_rl.tasks._rewards import Scorer
-from async_rl.tasks._rewards import ToolResult
+from async_rl.tasks._reward_pool import RewardPool
+from async_rl.tasks._reward_pool import RewardResult
+from async_rl.tasks._reward_pool import Scorer
+from async_rl.tasks._reward_pool import ToolResult
 from async_rl.tasks._summaries import Summaries
 from async_rl.tasks._summaries import rouge_l
 from async_rl.tasks._sums import Sums

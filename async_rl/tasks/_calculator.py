@@ -21,11 +21,11 @@ class Calculator:
 
   The model calls it by ending a turn with `<calc>12 * (3 + 4)</calc>`; the tool's turn is `<result>84</result>` or
   `<result>error: division by zero</result>`. A turn without a call is the last one and is judged like a solution of
-  the problem; so is the turn after `max_calls` results, whatever it holds.
+  the problem; so is the turn after `max_calls` results, even if it holds a call.
 
   Attributes:
     problems: the task that asks and judges.
-    max_calls: results that one conversation may hold.
+    max_calls: the maximum number of results in one conversation.
   """
 
   problems: GSM8K = dataclasses.field(default_factory=lambda: GSM8K(answer="marked"))
@@ -66,7 +66,7 @@ class Calculator:
     return f"<result>{result}</result>"
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> list[str]:
-    """The reference solution, its annotations such as `<<48/2=24>>` made into calls where the calculator agrees."""
+    """Returns the reference solution; annotations such as `<<48/2=24>>` become calls where the calculator agrees."""
     del rng
     turns, end = [""], 0
     for annotation in re.finditer("<<([^<>]*)>>", prompt.answer):
@@ -85,7 +85,7 @@ class Calculator:
 
 
 def _equal(expression: str, value: str) -> bool:
-  """Whether the calculator can read both, and shows the same for both."""
+  """Returns whether the calculator can read both, and shows the same for both."""
   try:
     return show(evaluate(expression, powers=True)[0]) == show(evaluate(value)[0])
   except ValueError:

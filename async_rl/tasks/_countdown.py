@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.tasks._arithmetic import evaluate
-from async_rl.tasks._records import served
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
 from async_rl.tasks._task import question
+from async_rl.tasks._tfds_records import served
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -24,13 +24,13 @@ _STEP = re.compile(r"([0-9]{1,6}) ([-+*/]) ([0-9]{1,6}) = ([0-9]{1,6})")
 
 
 class Puzzle(NamedTuple):
-  """A countdown problem and one way to solve it: a chain that takes up one number after the other.
+  """A countdown problem and one way to solve it: a chain that uses one number after the other.
 
   Attributes:
     numbers: the numbers, in the order of the prompt.
-    target: what to reach.
-    chain: the first number, then (operator, number, swapped): the running value is the operator's left operand, or its
-      right one if swapped.
+    target: the value to reach.
+    chain: the first number, then triples (operator, number, swapped): the running value is the operator's left operand,
+      or its right one if swapped.
   """
 
   numbers: tuple[int, ...]
@@ -43,13 +43,13 @@ class _Puzzles:
   """The data set of both forms of the task. Train and test share no puzzle.
 
   Attributes:
-    numbers: how many numbers a puzzle has, 2 to 6.
-    largest_number: numbers are between 1 and this.
-    largest_value: targets and the intermediate values of the known solution are between 1 and this.
-    train: problems of the training split.
-    test: problems of the test split.
-    seed: of the data set.
-    data_dir: where TFDS keeps the data set; None means its default.
+    numbers: the number of numbers in a puzzle, 2 to 6.
+    largest_number: the largest number; the smallest is 1.
+    largest_value: the largest target and the largest intermediate value of the known solution; the smallest is 1.
+    train: the number of problems in the training split.
+    test: the number of problems in the test split.
+    seed: the seed of the data set.
+    data_dir: the folder in which TFDS keeps the data set; None means its default.
   """
 
   numbers: int = 4
@@ -97,7 +97,7 @@ class _Puzzles:
     return {"test": records[: self.test], "train": records[self.test :]}
 
   def _draw(self, rng: np.random.Generator) -> dict[str, Any] | None:
-    """A random chain; None if one of its values is fractional or out of range."""
+    """Draws a random chain; returns None if one of its values is fractional or out of range."""
     numbers = rng.integers(1, self.largest_number + 1, self.numbers, dtype=np.int32)
     order = rng.permutation(self.numbers).astype(np.int32)
     operators = rng.integers(0, 4, self.numbers - 1, dtype=np.int32)
@@ -123,7 +123,7 @@ class Countdown(_Puzzles):
   parentheses; they are parsed, never executed.
 
   Attributes:
-    format_reward: reward of a well-formed wrong answer.
+    format_reward: the reward of a well-formed wrong answer.
     chat: whether prompts are conversations, for instruct models, or plain text.
   """
 
@@ -159,7 +159,7 @@ class Countdown(_Puzzles):
     return 1.0 if right else self.format_reward
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
-    """The known solution as an expression, the operands of sums and products in random order."""
+    """Returns the known solution as an expression, the operands of sums and products in random order."""
     expression, rest = str(prompt.answer.chain[0]), prompt.answer.chain[1]
     for i, (operator, number, swapped) in enumerate(rest):
       left, right = (str(number), expression) if _swap(operator, swapped, rng) else (expression, str(number))
@@ -191,7 +191,7 @@ class CountdownSteps(_Puzzles):
 
   @property
   def corpus(self) -> str:
-    """Every word that prompts and solutions use, for training a tokenizer."""
+    """Returns every word that prompts and solutions use, for training a tokenizer."""
     return " ".join([*map(str, range(self.largest_value + 1)), *_OPERATORS, "=", ";", ":"])
 
   def prompt(self, id: int, puzzle: Puzzle) -> Prompt:
@@ -214,7 +214,7 @@ class CountdownSteps(_Puzzles):
     return float(result == prompt.answer.target)
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
-    """The known chain, the operands of sums and products in random order."""
+    """Returns the known chain, the operands of sums and products in random order."""
     value, rest = prompt.answer.chain
     steps = []
     for operator, number, swapped in rest:
@@ -225,7 +225,7 @@ class CountdownSteps(_Puzzles):
 
 
 def _step(operator: str, left: int, right: int) -> int | None:
-  """The value of one operation; None if it is no integer."""
+  """Returns the value of one operation, None if it is no integer."""
   if operator == "/":
     return left // right if right and left % right == 0 else None
   return {"+": left + right, "-": left - right, "*": left * right}[operator]

@@ -1,4 +1,4 @@
-"""What is easy and what is hard in a data set."""
+"""Statistics of how easy or hard the prompts of a data set are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def quantiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-  """Mean, smallest, median, 90th percentile and largest of `values`; empty without values."""
+  """Returns mean, smallest, median, 90th percentile and largest of `values`; nothing without values."""
   if not len(values):
     return {}
   low, middle, high, top = np.quantile(np.asarray(values, np.float64), [0, 0.5, 0.9, 1])
@@ -25,7 +25,7 @@ def quantiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 class Difficulty:
   """Mean reward and completion length per prompt, over all groups seen.
 
-  Kept once for what is submitted and once for what is trained, it shows whether slow or hard prompts go missing.
+  One for the groups submitted and one for the groups trained show whether slow or hard prompts go missing.
   """
 
   def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Difficulty:
     self._sums[prompt_id] += (len(rewards), np.sum(rewards), np.sum(lengths))
 
   def report(self) -> dict[str, float]:
-    """The number of prompts, and quantiles over prompts of their mean reward and of their mean length."""
+    """Returns the number of prompts, and quantiles over prompts of their mean reward and of their mean length."""
     counts, rewards, lengths = np.array(list(self._sums.values())).reshape(-1, 3).T
     result = {"prompts": float(len(counts))}
     for name, sums in (("reward", rewards), ("length", lengths)):

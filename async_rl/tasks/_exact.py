@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-#: Bits of the numbers that are computed; expressions beyond are compared by their form.
+#: The most bits of a number that is computed; expressions beyond are compared by their form.
 MAX_BITS = 1 << 20
 #: Difference, relative to the greater one, at which two irrational values are different numbers.
 TOLERANCE = 1e-3
@@ -32,7 +32,7 @@ def agree(expected: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _right_side(expression: Any) -> Any:
-  """The 5 of `x = 5`."""
+  """Returns the 5 of `x = 5`."""
   from sympy import Equality
 
   return expression.rhs if isinstance(expression, Equality) and expression.lhs.is_Symbol else expression
@@ -54,7 +54,7 @@ def _may_be_equal(a: Any, b: Any) -> bool:
 
 
 def _parts(expression: Any) -> Sequence[Any] | None:
-  """The entries of a collection, in an order that depends on their values only; None for everything else."""
+  """Returns the entries of a collection, in an order of their values; None for everything else."""
   from sympy import FiniteSet
   from sympy import Interval
   from sympy import MatrixBase
@@ -76,7 +76,7 @@ def _order(expression: Any) -> tuple[int, Any]:
 
 
 def _close(a: Any, b: Any) -> bool:
-  """Whether two real numbers, one of them irrational, are close relative to their size; True if they are no numbers."""
+  """Returns whether two real numbers are close relative to their size; True if they are no real numbers."""
   from sympy import N
 
   if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):

@@ -20,23 +20,22 @@ _SPLITS = ("train", "test")
 
 @dataclasses.dataclass(frozen=True)
 class KeyWords:
-  """Name the words of a post that are capitals, in their order; a word is one letter.
+  """Posts whose words are single letters, to be summarized by the capital ones in their order.
 
   The post `kCbHsWpe:` is summarized by `CHW`. The reward is ROUGE-L with the right summary, as in `Summaries`, and
-  `missing_end` without an end. Those who write the summaries to learn from are more or less careless: they leave out
-  each word, and put another letter behind it, with a chance that differs by writer. So imitation is mediocre, and
-  there is something to learn from the comparisons of `preferences`, which show two such summaries of a post, the better
-  one as `chosen`.
+  `missing_end` without an end. The demonstrations come from careless writers: each omits a word, or adds another letter
+  after it, with a probability of its own. Imitation is therefore mediocre, and there is something to learn from the
+  comparisons of `preferences`: two such summaries of a post, the better one as `chosen`.
 
   Attributes:
-    letters: of the alphabet.
-    words: of a post, all different.
-    keys: of them capitals.
-    noise: chance of each kind of mistake, on average over writers; they lie between 0 and twice that.
-    train: posts and comparisons of the training split.
-    test: those of the test split.
-    missing_end: reward of a completion that did not end.
-    seed: of everything.
+    letters: the number of letters in the alphabet.
+    words: the number of words in a post, all different.
+    keys: the number of capitalized words.
+    noise: the probability of each kind of mistake, averaged over writers; a writer's own is between 0 and twice that.
+    train: the number of posts, and of comparisons, in the training split.
+    test: the number of posts, and of comparisons, in the test split.
+    missing_end: the reward of a completion that did not end.
+    seed: the seed of posts and comparisons.
   """
 
   letters: int = 16
@@ -73,7 +72,7 @@ class KeyWords:
     return rouge_l(" ".join(text), " ".join(prompt.answer)) if finish == STOP else self.missing_end
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
-    """A summary by one of the writers."""
+    """Writes a summary as one of the writers does."""
     letters, carelessness = "", 2 * self.noise * rng.random()
     for word in prompt.answer:
       letters += word * (rng.random() >= carelessness)
@@ -81,7 +80,7 @@ class KeyWords:
     return letters
 
   def preferences(self, split: str) -> Sequence[Preference]:
-    """One comparison of each of as many other posts; never of two equally good summaries."""
+    """Returns one comparison for each of as many other posts; never of two equally good summaries."""
     known("split", split, _SPLITS)
     return [self._preference(np.random.default_rng([*self._key(split, i), 1])) for i in range(self._size(split))]
 

@@ -101,7 +101,7 @@ def _equal(reference: str, answer: str) -> bool:
 
 
 def _values(text: str) -> list[Fraction]:
-  """The value of a plain number, and for a percentage also its hundredth, which it may stand for; else nothing."""
+  """Returns the value of a plain number, for a percentage also its hundredth, and nothing for other texts."""
   value = plain_number(text.replace(r"\%", "%"))
   if value is None:
     return []
@@ -109,7 +109,7 @@ def _values(text: str) -> list[Fraction]:
 
 
 def _verified(reference: str, text: str) -> bool:
-  """Whether math-verify finds the reference in a text, and exact arithmetic does not contradict it."""
+  """Returns whether math-verify finds the reference in a text, and exact arithmetic does not contradict it."""
   from math_verify import verify
 
   expected, found = _reference(reference), _parse(text)
@@ -125,7 +125,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 def _entries(text: str) -> list[str]:
-  """The entries of a list: what commas outside of brackets separate, an ellipsis as `...`."""
+  """Returns the entries of a list, separated by commas outside of brackets, with `...` for an ellipsis."""
   entries, depth = [""], 0
   for c in _ELLIPSIS.sub("...", text).strip().strip("$"):
     depth += (c in _OPEN) - (c in _CLOSE)
@@ -144,7 +144,7 @@ def _same_entries(expected: list[str], found: list[str]) -> bool:
 
 
 def _normalized(text: str) -> str:
-  """A text as math-verify reads it: ASCII digits without separators, powers of ten and exponents in LaTeX."""
+  """Returns a text as math-verify reads it: ASCII digits without separators, powers of ten and exponents in LaTeX."""
   text = re.sub(r"([0-9])[eE]([-+]?[0-9]{1,3})(?![0-9])", r"\1 \\times 10^{\2}", simplify_digits(text))
   return re.sub(r"\^\s*(-[0-9]+)", r"^{\1}", text)
 

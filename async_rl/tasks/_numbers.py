@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-#: Characters of a text's end in which a final answer is looked for.
+#: The number of characters, at the end of a text, that are searched for a final answer.
 WINDOW = 2000
 
 _VULGAR = {
@@ -16,7 +16,7 @@ _VULGAR = {
 
 
 def _mixed(match: re.Match[str]) -> str:
-  """A mixed number as it is; with an improper fraction it is none."""
+  """Returns a mixed number as it is, and `_OTHER` if its fraction is improper."""
   return match.group() if 0 < int(match[1]) < int(match[2]) else _OTHER
 
 
@@ -81,10 +81,11 @@ _OPERATION = re.compile(
 
 
 def numbers(text: str) -> list[Fraction]:
-  """All numbers in `text`, in order, exactly.
+  """Returns all numbers in `text`, in order, exactly.
 
-  It reads thousands separators, currency, signs (the Unicode ones as well), decimals, fractions, mixed numbers and
-  scientific notation; it leaves out what is no plain number, such as dates and version numbers.
+  Thousands separators, currency, signs (the Unicode ones as well), full-width digits, decimals, fractions, mixed
+  numbers, scientific notation and words such as `million` are read. Everything that is no plain number is left out, for
+  example dates, version numbers, powers and roots.
 
   >>> numbers("It costs $1,234.50, that is −1/2 of 2.5×10^3.")
   [Fraction(2469, 2), Fraction(-1, 2), Fraction(2500, 1)]
@@ -121,7 +122,7 @@ def simplify_digits(text: str) -> str:
 
 
 def plain_number(text: str) -> Fraction | None:
-  """The value of a text that is one number and nothing else, but for a currency sign, `%` or a full stop; else None.
+  """Returns the value of a text that is one number, apart from a currency sign, `%` or a full stop; else None.
 
   >>> plain_number("$1,234."), plain_number("12 apples")
   (Fraction(1234, 1), None)
@@ -131,7 +132,7 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def stated_number(text: str) -> Fraction | None:
-  """The number that a short answer states, with or without units and words around it; None if that is not clear.
+  """Returns the number that a short answer states, units and words around it or not; None if that is not clear.
 
   It is the first number, or that after the last equals sign; an expression that is yet to be computed is no number.
 
@@ -146,7 +147,7 @@ def stated_number(text: str) -> Fraction | None:
 
 
 def final_answer(text: str, marked: bool = False) -> Fraction | None:
-  r"""The number that a solution gives as its answer, or None.
+  r"""Returns the number that a solution gives as its answer, or None.
 
   Args:
     text: a solution.
@@ -169,7 +170,7 @@ def final_answer(text: str, marked: bool = False) -> Fraction | None:
 
 
 def boxed(text: str) -> str | None:
-  r"""What stands in the last `\boxed{}` of `text`, braces balanced; None if there is none or it never closes."""
+  r"""Returns the content of the last `\boxed{}` of `text`, braces balanced; None without one that closes."""
   start = text.rfind("\\boxed{")
   if start < 0:
     return None

@@ -36,13 +36,14 @@ class ReasoningGym:
   and are replaced (see `_REPLACED`).
 
   Attributes:
-    generator: a name that `reasoning_gym` knows, such as "countdown".
-    options: options of the generator.
-    train: problems of the training split.
-    test: problems of the test split.
-    seed: of the generator.
-    answer: "tagged" takes the last `<answer>...</answer>`; "whole" takes the whole completion, which must have ended.
-    instruction: follows the question; None says how to tag the answer, if it is to be tagged.
+    generator: the name of a generator of `reasoning_gym`, such as "countdown".
+    options: the options of the generator.
+    train: the number of problems in the training split.
+    test: the number of problems in the test split.
+    seed: the seed of the generator.
+    answer: the place of a completion's answer: "tagged" takes the last `<answer>...</answer>`; "whole" takes the whole
+      completion, which must have ended.
+    instruction: the text that follows the question; None says how to tag the answer, if it is to be tagged.
     chat: whether prompts are conversations, for instruct models, or plain text.
   """
 
@@ -81,7 +82,7 @@ class ReasoningGym:
     return Prompts(entries, self.prompt)
 
   def prompt(self, id: int, entry: dict[str, Any]) -> Prompt:
-    """The prompt of one entry of a generator, which becomes the prompt's `answer`."""
+    """Returns the prompt of one entry of a generator; the entry becomes the prompt's `answer`."""
     instruction = self.instruction
     if instruction is None:
       instruction = "Give your final answer between <answer> and </answer>." if self.answer == "tagged" else ""
@@ -107,7 +108,7 @@ class ReasoningGym:
 
 @functools.lru_cache(maxsize=128)
 def _verifier(generator: str, options: bytes) -> Any:
-  """A data set that only judges: judging needs the generator's options, not its problems."""
+  """Makes a data set that only judges: judging needs the generator's options, not its problems."""
   import reasoning_gym
 
   return reasoning_gym.create_dataset(generator, **pickle.loads(options), seed=0, size=1)
@@ -129,7 +130,7 @@ def _anything(answer: str) -> bool:
 
 
 def _literal(answer: str) -> bool:
-  """Whether evaluating `answer` can do nothing: it is a Python literal, or has no sign that could call or index."""
+  """Returns whether evaluating `answer` does nothing: it is a literal, or has no sign that could call or index."""
   if re.fullmatch(r"[A-Za-z0-9_\s,;:|-]*", answer):
     return True
   try:
@@ -140,7 +141,7 @@ def _literal(answer: str) -> bool:
 
 
 def _arithmetic(answer: str) -> bool:
-  """Whether `answer` is an expression of numbers, + - * / and parentheses."""
+  """Returns whether `answer` is an expression of numbers, + - * / and parentheses."""
   try:
     evaluate(answer)
   except ValueError:
@@ -148,7 +149,7 @@ def _arithmetic(answer: str) -> bool:
   return True
 
 
-#: Words of a formula: single letters, apart from those that SymPy gives a meaning, and elementary functions.
+#: The words of a formula: single letters, apart from those that SymPy gives a meaning, and elementary functions.
 _WORDS = r"[a-zABCDEFGHIJKLMPRTUVWXYZ]|pi|exp|log|ln|sqrt|Abs|a?(?:sin|cos|tan|sec|csc|cot)h?"
 _FORMULA = re.compile(rf"(?:\s|[-+*/^()=]|(?<![0-9.])[0-9]{{1,20}}(?:\.[0-9]{{1,20}})?(?![0-9.])|\b(?:{_WORDS})\b)*")
 #: What may follow `^` or `**`: a small number, a letter, or a short parenthesis without powers, and no further power.
@@ -158,13 +159,13 @@ _EXPONENT = re.compile(
 
 
 def _formula(answer: str) -> bool:
-  """Whether `answer` is an elementary formula without huge powers."""
+  """Returns whether `answer` is an elementary formula without huge powers."""
   return bool(_FORMULA.fullmatch(answer)) and all(
     _EXPONENT.match(answer, power.end()) for power in re.finditer(r"\*\*|\^", answer)
   )
 
 
-#: What an answer must be before the verifier of these generators, which evaluates it, may see it.
+#: Checks that an answer must pass before it reaches the verifiers of these generators, which evaluate it.
 _GUARDS: Mapping[str, Callable[[str], bool]] = {
   "binary_matrix": _literal,
   "n_queens": _literal,

@@ -28,14 +28,15 @@ class Summaries:
   that was cut off gets `missing_end`. A reward model trained on `preferences` replaces it in a configuration.
 
   Attributes:
-    folder: holds `train.jsonl` and `test.jsonl`, one object per line with the fields below, optionally `title` and
-      `subreddit`; None takes `dataset`. `train_preferences.jsonl` and `test_preferences.jsonl` hold `prompt`, `chosen`
-      and `rejected`.
-    dataset: a TFDS data set, such as "reddit_tifu/long". If it has no test split, that is the last 5 % of train.
-    post: field with the text to summarize.
-    summary: field with the reference summary.
-    missing_end: reward of a completion that did not end.
-    data_dir: where TFDS keeps its data sets; None means its default.
+    folder: the folder with `train.jsonl` and `test.jsonl`, one object per line with the fields below and perhaps
+      `title` and `subreddit`; None takes `dataset`. The comparisons are in `train_preferences.jsonl` and
+      `test_preferences.jsonl`, with `prompt`, `chosen` and `rejected`.
+    dataset: the name of a TFDS data set, such as "reddit_tifu/long". If it has no test split, the last 5 % of train are
+      that.
+    post: the field with the text to summarize.
+    summary: the field with the reference summary.
+    missing_end: the reward of a completion that did not end.
+    data_dir: the folder in which TFDS keeps its data sets; None means its default.
   """
 
   folder: str | os.PathLike | None = None
@@ -86,12 +87,12 @@ class Summaries:
     return rouge_l(text, prompt.answer) if finish == STOP else self.missing_end
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
-    """The reference summary."""
+    """Returns the reference summary."""
     del rng
     return f" {prompt.answer}"
 
   def preferences(self, split: str) -> list[Preference]:
-    """The comparisons of `split` in the folder."""
+    """Returns the comparisons of `split` in the folder."""
     known("split", split, ("train", "test"))
     if self.folder is None:
       raise ValueError("preferences come from the folder: give folder")
@@ -100,7 +101,7 @@ class Summaries:
 
 
 def _preference(record: dict[str, Any]) -> Preference:
-  """The comparison of one record. The completions are taken as they are: white space and nothing are ones, too."""
+  """Returns the comparison of one record. Completions are taken as they are; they may be blank."""
   if not isinstance(record["prompt"], list):
     text_field(record, "prompt")
   for field in ("chosen", "rejected"):
@@ -112,7 +113,7 @@ def _preference(record: dict[str, Any]) -> Preference:
 
 
 def rouge_l(text: str, reference: str, max_words: int = 400) -> float:
-  """ROUGE-L, from 0 to 1: the F measure of the longest common subsequence of words (of the first `max_words`).
+  """Returns ROUGE-L, from 0 to 1: the F measure of the longest common subsequence of words (of the first `max_words`).
 
   >>> round(rouge_l("The cat sat.", "the cat sat down"), 3)
   0.857

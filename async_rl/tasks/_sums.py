@@ -1,4 +1,4 @@
-"""Sums of two-digit numbers with a scratchpad: the smallest task that shows what stale data does to training."""
+"""Sums of two-digit numbers with a scratchpad: the smallest task on which stale data harms training."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_rl.tasks._records import served
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
+from async_rl.tasks._tfds_records import served
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-  """Add `numbers` two-digit numbers, writing down each running total.
+  """Sums of `numbers` two-digit numbers, to be computed by writing down each running total.
 
   The prompt `12+34+56=` is answered by `34+012=046;56+046=102`: each step adds one number (two digits) to the running
   total (three digits); the first total is one of the numbers, and the numbers may come in any order. One token a
@@ -29,11 +29,11 @@ class Sums:
   Train and test share no problem, not even up to the order of the numbers.
 
   Attributes:
-    numbers: how many numbers to add, 2 to 10.
-    train: problems of the training split.
-    test: problems of the test split.
-    seed: of the data set.
-    data_dir: where TFDS keeps the data set; None means its default.
+    numbers: the number of numbers to add, 2 to 10.
+    train: the number of problems in the training split.
+    test: the number of problems in the test split.
+    seed: the seed of the data set.
+    data_dir: the folder in which TFDS keeps the data set; None means its default.
   """
 
   numbers: int = 3
@@ -67,7 +67,7 @@ class Sums:
     return Prompts(sources[split], lambda i, record: self.prompt(i, record["numbers"].tolist()))
 
   def prompt(self, id: int, numbers: Sequence[int]) -> Prompt:
-    """The problem of adding `numbers`."""
+    """Returns the problem of adding `numbers`."""
     return Prompt(id, "+".join(map(str, numbers)) + "=", tuple(numbers))
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
@@ -75,7 +75,7 @@ class Sums:
     return float(bool(right))
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
-    """A correct completion that adds the numbers in random order."""
+    """Returns a correct completion that adds the numbers in random order."""
     total, *rest = rng.permutation(prompt.answer).tolist()
     steps = []
     for number in rest:

@@ -1,8 +1,7 @@
-"""What a task is: prompts with stable ids, and a pure reward."""
+"""The protocol of a task: prompts with stable ids, and a pure reward."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from async_rl._suggestions import suggestion
 from async_rl.types import Prompt
 
 
@@ -26,10 +26,14 @@ class Task(Protocol):
 
   @property
   def name(self) -> str:
-    """Short name for logs and metrics."""
+    """Returns a short name for logs and metrics."""
 
   def prompts(self, split: str) -> Sequence[Prompt]:
-    """The prompts of `split` ("train" or "test"), random access: item i has id i."""
+    """Returns the prompts of `split` ("train" or "test"), random access: item i has id i.
+
+    Raises:
+      ValueError: if a record could never earn a reward, at the latest when it is read; it names the field.
+    """
 
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     """Judges the decoded completion `text`. Pure and deterministic; must survive any text.
@@ -37,10 +41,10 @@ class Task(Protocol):
     Args:
       prompt: the prompt that was completed.
       text: the completion without special tokens.
-      finish: why it ended, `types.STOP` or `types.LENGTH`.
+      finish: the reason of its end, `types.STOP` or `types.LENGTH`.
 
     Returns:
-      A finite number. Raising counts as a failure of the verifier, not as a wrong answer.
+      A number that is finite in float32. Raising counts as a failure of the verifier, not as a wrong answer.
     """
 
 
@@ -48,7 +52,7 @@ class SupervisedTask(Task, Protocol):
   """A task that can write correct solutions, for a supervised warm start."""
 
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str | Sequence[str]:
-    """A completion of `prompt` (without the end token) that earns the full reward.
+    """Writes a completion of `prompt` (without the end token) that earns the full reward.
 
     If it calls a tool: the turns, the model's and the task's in turn, from the model's first to its last.
     """
@@ -58,9 +62,9 @@ class Preference(NamedTuple):
   """Two completions of one prompt, for training a reward model: `chosen` was preferred to `rejected`.
 
   Attributes:
-    prompt: as `Prompt.text`.
-    chosen: without the end token, like `rejected`.
-    rejected: the other one.
+    prompt: the text, as in `Prompt.text`.
+    chosen: the preferred completion, without the end token.
+    rejected: the other completion, likewise.
   """
 
   prompt: str | list[dict[str, str]]
@@ -72,18 +76,18 @@ class PreferenceTask(Task, Protocol):
   """A task with comparisons of completions, from which a reward model can be trained."""
 
   def preferences(self, split: str) -> Sequence[Preference]:
-    """The comparisons of `split`."""
+    """Returns the comparisons of `split`."""
 
 
 class ToolTask(Task, Protocol):
   """A task of several turns: the model writes, the task answers, the model goes on.
 
-  `reward` is given the text of the model's last turn. What the task writes is context: it is never trained.
+  `reward` is given the text of the model's last turn. The task's own turns are context and never trained.
   Both run in the worker processes of a `RewardPool`; a call that hangs or raises costs the sample that made it.
   """
 
   def respond(self, prompt: Prompt, turns: Sequence[str]) -> str | None:
-    """The task's answer to the model's last turn; None if that was the last one. Pure, and safe on any text.
+    """Returns the task's answer to the model's last turn, None if that was the last one. Pure, and safe on any text.
 
     Args:
       prompt: the prompt that began the conversation.
@@ -114,7 +118,7 @@ class Prompts(Sequence[Prompt]):
 
 
 def question(id: int, text: str, instruction: str, chat: bool, answer: Any) -> Prompt:
-  """A prompt that asks `text` and then instructs; a conversation of one message if `chat`, else lines of text."""
+  """Makes a prompt of `text` and an instruction: a conversation of one message if `chat`, else lines of text."""
   text = f"{text}\n{instruction}" if instruction else text
   return Prompt(id, [{"role": "user", "content": text}] if chat else f"{text}\n", answer)
 
@@ -123,6 +127,4 @@ def known(what: str, value: str, names: Collection[str]) -> str:
   """Returns `value` if it is one of `names`, otherwise raises a ValueError that suggests the nearest name."""
   if value in names:
     return value
-  near = difflib.get_close_matches(value, names, n=1)
-  hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(names))}"
-  raise ValueError(f"unknown {what} {value!r}: {hint}")
+  raise ValueError(f"unknown {what} {value!r}: {suggestion(value, names)}")

@@ -1,4 +1,4 @@
-"""The reward worker process: `python -m async_rl.tasks._worker FD PARENT`.
+"""The reward worker process: `python -m async_rl.tasks._reward_worker FD PARENT`.
 
 It is a fresh interpreter that imports the task's module and nothing else. `multiprocessing` is not used to start it:
 its fork copies JAX's threads in unknown states, and its spawn imports the training script, and so JAX, once more.
@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 
 
 def main(fd: int, parent: int) -> None:
-  """Does what arrives on the socket `fd` until it is closed.
+  """Serves the calls that arrive on the socket `fd` until it is closed.
 
-  The first message is the pickled (memory limit in bytes, task), answered by None or by what went wrong; each further
-  one is the name of a call and its arguments, answered by a `RewardResult` or a `ToolResult`.
+  The first message is the pickled (memory limit in bytes, task), answered by None or by the error; each further one is
+  the name of a call and its arguments, answered by a `RewardResult` or a `ToolResult`.
   """
   threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
   connection = Connection(fd)
@@ -28,7 +28,7 @@ def main(fd: int, parent: int) -> None:
     _limit_memory(memory_bytes)
     task = pickle.loads(payload)
     getattr(task, "warm_up", lambda: None)()
-    from async_rl.tasks._rewards import CALLS
+    from async_rl.tasks._reward_pool import CALLS
   except Exception as error:
     connection.send(f"{type(error).__name__}: {error}")
     return

@@ -25,11 +25,11 @@ from async_rl.tasks._task import Task
 from async_rl.tasks._task import ToolTask
 from async_rl.types import Prompt
 
-#: Seconds that a worker may take to start, import the task's module and warm up.
+#: The seconds in which a worker must start, import the task's module and warm up.
 START_LIMIT_S = 300.0
 #: The largest reward: rewards are trained as float32, in which a larger one would be infinite.
 MAX_REWARD = float(np.finfo(np.float32).max)
-#: Characters of the longest answer of a tool; nobody wants to tokenize more.
+#: Maximum length of a tool answer, in characters.
 MAX_ANSWER_CHARS = 1 << 16
 
 
@@ -39,7 +39,8 @@ class RewardResult(NamedTuple):
   Attributes:
     value: the reward, finite in float32; a stand-in where `failed`.
     failed: whether the reward function failed. A wrong answer is no failure.
-    reason: "" or what went wrong; its first word is `timeout`, `died`, `raised`, `non-finite` or `closed`.
+    reason: the cause of the failure, "" if there is none; its first word is `timeout`, `died`, `raised`, `non-finite`
+      or `closed`.
   """
 
   value: float
@@ -53,7 +54,7 @@ class ToolResult(NamedTuple):
   Attributes:
     text: the task's turn; None if the model's was the last one, or where `failed`.
     failed: whether `respond` failed. An error that the tool reports in its text is no failure.
-    reason: as in `RewardResult`; also `too-long`.
+    reason: the cause of the failure as in `RewardResult`; its first word may also be `too-long`.
   """
 
   text: str | None
@@ -62,21 +63,21 @@ class ToolResult(NamedTuple):
 
 
 class Scorer(Protocol):
-  """What a run asks for rewards: a `RewardPool`, or a reward model."""
+  """A source of rewards for a run: a `RewardPool`, or a reward model."""
 
   @property
   def failures(self) -> dict[str, int]:
-    """How many judgments failed so far, by the first word of the reason."""
+    """Returns how many judgments failed so far, by the first word of the reason."""
 
   @property
   def first_reasons(self) -> tuple[str, ...]:
-    """The reason of the first failure of each kind, in the order in which they occurred."""
+    """Returns the reason of the first failure of each kind, in the order in which they occurred."""
 
   def submit(self, prompt: Prompt, text: str, finish: str) -> Future[RewardResult]:
     """Queues one completion."""
 
   def close(self) -> None:
-    """Ends it; what waits is canceled."""
+    """Ends the work; completions that wait are canceled."""
 
 
 def judge(task: Task, prompt: Prompt, text: str, finish: str) -> RewardResult:
@@ -95,7 +96,7 @@ def answer(task: ToolTask, prompt: Prompt, turns: Sequence[str]) -> ToolResult:
   try:
     text = task.respond(prompt, turns)
     if isinstance(text, str):
-      text.encode()  # what is no Unicode cannot be tokenized
+      text.encode()  # lone surrogates cannot be tokenized
   except (Exception, SystemExit) as error:
     return ToolResult(None, True, _raised(error))
   if not isinstance(text, str | None):
@@ -109,8 +110,8 @@ def _raised(error: BaseException) -> str:
   return f"raised {type(error).__name__}: {error}"[:500]
 
 
-#: What a worker does, by name: the function that does it, and what the outcome is if it could not be had. What comes
-#: first here is done first: generation waits for the answers of tools.
+#: Calls a worker can serve: the function, and the result to report if the call fails. Those listed first are served
+#: first: generation waits for the answers of tools.
 CALLS: dict[str, tuple[Any, Any]] = {
   "respond": (answer, ToolResult(None, failed=True)),
   "reward": (judge, RewardResult(0.0, failed=True)),
@@ -192,19 +193,19 @@ class RewardPool:
 
   @property
   def failures(self) -> dict[str, int]:
-    """How many judgments failed so far, by the first word of the reason."""
+    """Returns how many judgments failed so far, by the first word of the reason."""
     with self._monitor:
       return dict(self._failures["reward"])
 
   @property
   def tool_failures(self) -> dict[str, int]:
-    """How many calls of tools failed so far, likewise."""
+    """Returns how many calls of tools failed so far, by the first word of the reason."""
     with self._monitor:
       return dict(self._failures["respond"])
 
   @property
   def first_reasons(self) -> tuple[str, ...]:
-    """The reason of the first failure of each kind, of rewards and of tools, in the order in which they occurred."""
+    """Returns the reason of the first failure of each kind, of rewards and tools, in the order of occurrence."""
     with self._monitor:
       return tuple(self._first_reasons)
 
@@ -234,7 +235,7 @@ class RewardPool:
     return future
 
   def close(self) -> None:
-    """Kills the workers and cancels what waits. Idempotent; never waits for a reward."""
+    """Kills the workers and cancels the calls that wait. Idempotent; never waits for a reward."""
     with self._monitor:
       self._monitor.close()
       for future, _ in self._take_waiting():
@@ -251,7 +252,7 @@ class RewardPool:
     self.close()
 
   def _count(self) -> int:
-    """How many calls wait."""
+    """Returns the number of calls that wait."""
     return sum(map(len, self._waiting.values()))
 
   def _take_waiting(self) -> Iterator[tuple[Future[Any], _Job]]:
@@ -271,7 +272,7 @@ class RewardPool:
     return result._replace(value=self.failure_value) if job[0] == "reward" else result
 
   def _serve(self, index: int) -> None:
-    """The thread of one worker: hands it one job at a time until the pool closes."""
+    """Runs the thread of one worker: hands it one job at a time until the pool closes."""
     while True:
       with self._monitor:
         if not self._monitor.wait_for(self._count):
@@ -287,7 +288,7 @@ class RewardPool:
     self._workers[index].kill()
 
   def _call(self, index: int, job: _Job) -> Any:
-    """One call by worker `index`, which is replaced if that costs its life."""
+    """Has worker `index` serve one call, and replaces the worker if it must be killed."""
     worker = self._workers[index]
     if not worker.idle():
       worker = self._replace(index)
@@ -338,7 +339,7 @@ class _Worker:
     }
     with theirs:
       self._process = subprocess.Popen(
-        [sys.executable, "-m", "async_rl.tasks._worker", str(theirs.fileno()), str(os.getpid())],
+        [sys.executable, "-m", "async_rl.tasks._reward_worker", str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env=environment,
@@ -349,7 +350,7 @@ class _Worker:
       self.connection.send(boot)
 
   def idle(self) -> bool:
-    """Whether the process lives and owes no answer."""
+    """Returns whether the process lives and owes no answer."""
     return self._process.poll() is None
 
   def wait_ready(self) -> None:

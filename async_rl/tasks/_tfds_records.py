@@ -23,11 +23,12 @@ def served(
   """Serves a data set of integer records by random access; writes it the first time.
 
   Args:
-    name: name of the data set, a folder of `data_dir`.
-    config: names everything that `generate` depends on, a folder below; letters, digits, `_`, `-` and `.`.
-    fields: shape of each int32 field.
-    generate: makes the records of each split; called only if they are not on the disk yet.
-    data_dir: where data sets are kept; None means `$TFDS_DATA_DIR` or `~/tensorflow_datasets`.
+    name: the name of the data set, a folder of `data_dir`.
+    config: the name of a folder below, which must tell everything that `generate` depends on; letters, digits, `_`, `-`
+      and `.`.
+    fields: the shape of each int32 field.
+    generate: the function that makes the records of each split, called only if they are not on the disk yet.
+    data_dir: the folder of all data sets; None means `$TFDS_DATA_DIR` or `~/tensorflow_datasets`.
 
   Returns:
     For each split a sequence of records, each a dict of int32 arrays.
@@ -64,7 +65,7 @@ def served(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-  """Silences TFDS, which speaks of downloads and warns of the folder that it is about to make."""
+  """Silences TFDS, which reports downloads and warns of the folder that it is about to make."""
   from absl import logging
 
   verbosity = logging.get_verbosity()
