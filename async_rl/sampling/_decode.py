@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from async_rl.models import Cache
 from async_rl.models import Params
@@ -90,17 +91,20 @@ def prefill(policy: Policy, params: Params, tokens: Array) -> Cache:
   return policy.prefill(params, tokens, jnp.ones_like(tokens), positions)[1]
 
 
-def put(cache: KeyValues, new: KeyValues, rows: Array, slots: Array) -> KeyValues:
+def put(prefixes: NamedSharding, cache: KeyValues, new: KeyValues, rows: Array, slots: Array) -> KeyValues:
   """Copies prefixes into slots, in one layer.
 
   Args:
+    prefixes: the layout in which every device has all rows of `new`. It is asked for before the rows are repeated for
+      the K slots of a group, so that devices exchange each prefix once; the compiler would sum the repeated rows.
     cache: the layer's cache, each array [B, N, S, d]; donated.
     new: the keys and values of the prefixes, each [R, N, T, d], T <= S.
     rows: int32 [M], the prefix that goes into each slot.
     slots: int32 [M], the distinct slots to fill; those beyond B are dropped.
   """
 
-  def one(old, new):
+  def one(old: Array, new: Array) -> Array:
+    new = jax.lax.with_sharding_constraint(new, prefixes)
     return old.at[slots, :, : new.shape[2]].set(new[rows], mode="drop", unique_indices=True)
 
   return jax.tree.map(one, cache, new)

@@ -116,7 +116,9 @@ class Programs:
     rows = self.prefill_rows(prefix)
     index = self._integers((rows * self._config.group_size,), self.whole)
     layers = self._layer(self._config.slots, length), self._layer(rows, prefix)
-    jitted = jax.jit(_decode.put, donate_argnums=0, out_shardings=self.heads)
+    prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
+    function = functools.partial(_decode.put, prefixes)
+    jitted = jax.jit(function, donate_argnums=0, out_shardings=self.heads)
     return self._get(("put", prefix, length), lambda: jitted.lower(*layers, index, index))
 
   def resize(self, old: int, new: int) -> Callable[..., Any]:

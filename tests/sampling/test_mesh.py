@@ -57,6 +57,21 @@ def test_the_cache_stays_where_it_is():
   assert max(math.prod(map(int, shape.split(","))) for shape in moved) < layer / 8
 
 
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "tensor": 2}], ids=str)
+def test_prefixes_travel_once_and_not_once_per_sample(axes):
+  """Filling slots gathers the keys and values of the prefixes; nothing is summed, nothing is repeated on the way."""
+  programs = engine_on(jax.devices(), **axes)._programs
+  length = SIZED.prompt_lengths[-1]
+  text = programs.put(length, SIZED.capacity).as_text()
+  moved = re.findall(r"= (\(?\w+\[[\d,]+\].*?) (all-\w+|collective-permute|reduce-scatter)\(", text)
+  assert {kind for _, kind in moved} == {"all-gather"}
+  prefixes = math.prod((programs.prefill_rows(length), 2 // axes.get("tensor", 1), length, 8))
+  sizes = [
+    math.prod(map(int, shape.split(","))) for result, _ in moved for shape in re.findall(r"\[([\d,]+)\]", result)
+  ]
+  assert sizes == [prefixes] * 2  # keys and values
+
+
 def test_slots_that_the_mesh_cannot_divide_are_refused():
   policy, _ = make()
   mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
