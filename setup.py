@@ -24,16 +24,18 @@ TRAIN = [
   "matplotlib>=3.9",
   "orbax-checkpoint>=0.11",
   "protobuf>=5",
-  "reasoning-gym>=0.1.20",
   "safetensors>=0.5",
   "scipy>=1.13",
   "sentencepiece>=0.2",
+  "sympy>=1.13",
   "tensorboardX>=2.6",
   "tensorflow-datasets>=4.9.8",
   "tokenizers>=0.21",
   "tqdm>=4.66",
   "tyro>=0.9",
 ]
+# Compiles the C source of pycosat, which one of its generators needs and all of them import.
+REASONING = ["reasoning-gym>=0.1.20"]
 WEIGHTS = ["gguf>=0.17", "huggingface_hub>=0.30"]
 TEST = [
   *WEIGHTS,
@@ -64,6 +66,7 @@ setuptools.setup(
   install_requires=["jax>=0.10", "numpy>=2", "optax>=0.2.5"],
   extras_require={
     "train": TRAIN,
+    "reasoning": REASONING,
     "weights": WEIGHTS,
     "test": TEST,
     "neighbors": NEIGHBORS,

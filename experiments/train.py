@@ -51,9 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 130
   except OSError as error:
     where = f" in {experiment.run_dir}" if experiment and error.filename is None else ""
-    print(f"error: {error}{where}; once that is mended, the same command goes on", file=sys.stderr)
+    remedy = f"{where}; once that is fixed, the same command goes on" if error.errno else ""  # else it is our sentence
+    print(f"error: {error}{remedy}", file=sys.stderr)
     return 2
-  except (ValueError, RunFolderError, CheckpointError, NotImplementedError) as error:
+  except (ValueError, ImportError, RunFolderError, CheckpointError, NotImplementedError) as error:
     if not _is_ours(error):
       raise
     print(f"error: {error}", file=sys.stderr)

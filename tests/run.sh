@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The project's one check: lint, format, types, unit tests and doctests, a smoke run of every config, the notebooks.
-# Makes its own virtual environment and compiles nothing.   bash tests/run.sh [pytest options]
+# Makes its own virtual environment; needs no compiler.   bash tests/run.sh [pytest options]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source experiments/setup_venv.sh
 setup_venv "[train,test]"
+install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C compiler, its tests are skipped."
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy --config-file tests/mypy.ini async_rl experiments

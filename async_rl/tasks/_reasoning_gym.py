@@ -57,7 +57,10 @@ class ReasoningGym:
   chat: bool = True
 
   def __post_init__(self):
-    from reasoning_gym.factory import DATASETS
+    try:
+      from reasoning_gym.factory import DATASETS
+    except ImportError as e:
+      raise ImportError("This task needs the package reasoning-gym: `pip install reasoning-gym`.") from e
 
     known("answer", self.answer, ("tagged", "whole"))
     config = DATASETS[known("generator", self.generator, DATASETS)][1]

@@ -1,6 +1,6 @@
 """reasoning-gym's countdown with pretrained weights, trained asynchronously.
 
-Command: python -m experiments.train countdown
+Command: python -m experiments.train countdown    # needs the extras weights and reasoning
 Hardware and time: one GPU. Only tried on a CPU for a few steps, so there is no result to expect yet.
 """
 

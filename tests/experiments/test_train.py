@@ -103,6 +103,8 @@ def rows_of(run_dir):
 
 @pytest.mark.parametrize("name", load_all())
 def test_every_config_runs_is_killed_and_resumed(name, tmp_path):
+  if name == "countdown":
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
   run_dir = tmp_path / "run"
   killed = start(name, run_dir)
   while killed.poll() is None and not (run_dir / "checkpoints" / "1").exists():

@@ -5,11 +5,9 @@ import inspect
 import textwrap
 
 import pytest
-import reasoning_gym
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-from reasoning_gym.factory import DATASETS
 
 from async_rl import tasks
 from async_rl.tasks import _reasoning_gym
@@ -17,6 +15,8 @@ from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
+reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+DATASETS = reasoning_gym.factory.DATASETS
 GENERATORS = sorted(set(DATASETS) - {"composite"})  # it combines others and needs to be told which
 
 
