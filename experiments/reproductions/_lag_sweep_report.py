@@ -170,10 +170,10 @@ def _save(figure, file: pathlib.Path) -> None:
 
 
 def report(results: Results, folder: pathlib.Path = RESULTS) -> str:
-  """Condenses the runs there are; of all that was ever condensed, returns the tables, writes them and draws figures.
+  """Condenses the runs, then writes and returns the tables of everything ever condensed, and draws the figures.
 
   Raises:
-    ValueError: if a file in `folder` has configurations of which there are no runs; it is left as it is.
+    ValueError: if a file in *folder* has configurations of which there are no runs; it stays as it is.
   """
   tables = {folder / f"lag_sweep_{task}.npz": Table.of(results, task) for task in {run.task for run in results.curves}}
   for file, table in tables.items():

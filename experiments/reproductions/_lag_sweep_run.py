@@ -1,4 +1,4 @@
-"""Whole training runs as one function of their knobs, vectorized over runs and split over devices.
+"""Runs whole trainings as one function of their knobs, vectorized over runs and split over devices.
 
 The lag is made by drawing every batch with old weights: a ring of the last `MAX_LAG + 1` parameter vectors, read `lag`
 updates back. So every batch is fresh, any schedule of lags is possible, and the drawing weights may be changed
@@ -30,7 +30,9 @@ from experiments.reproductions import _lag_sweep_tasks as problems
 Array = jax.Array
 
 MAX_LAG = 128
-#: What is recorded, each a mean over `Setting.probe_every` updates but for the accuracy, which is the current policy's.
+#: Supervised updates that a warm start may take at most.
+MAX_WARM_UPDATES = 5000
+#: The recorded curves, each a mean over `Setting.probe_every` updates, except the current policy's accuracy.
 CURVES = ("accuracy", "reward", "ess", "scale", "cosine", "norm", "skipped", "entropy", "kl", "clipped", "ended")
 
 
@@ -48,11 +50,11 @@ class Carry(NamedTuple):
   weights: Array
   average: Array  # moving average of the weights
   opt_state: optax.OptState
-  ring: Array  # [MAX_LAG + 1, P], what draws
+  ring: Array  # [MAX_LAG + 1, P], the weights that draw
 
 
 def _aligned(length: int) -> int:
-  """Rows and caches have lengths that tensor cores like."""
+  """Rounds a length up to a multiple of 8, which tensor cores prefer."""
   return -(-length // 8) * 8
 
 
@@ -60,10 +62,10 @@ class Runner:
   """The functions of one setting.
 
   Args:
-    setting: task and sizes.
-    dtype: of activations and of matrices in products; weights are kept in float32.
-    exact_norms: give OPOB the exact gradient norm of every trajectory instead of the estimate from the logits.
-    max_lag: length of the ring less one.
+    setting: the task and its sizes.
+    dtype: the dtype of activations and of matrices in products; weights are kept in float32.
+    exact_norms: whether OPOB gets the exact gradient norm of every trajectory, instead of the estimate at the logits.
+    max_lag: the longest lag; the ring is longer by one.
   """
 
   def __init__(
@@ -77,16 +79,16 @@ class Runner:
     self.groups = jnp.repeat(jnp.arange(setting.groups), setting.samples)
 
   def init(self, key: Array) -> Array:
-    """Random weights as a vector [P]."""
+    """Returns random weights as a vector [P]."""
     return ravel_pytree(models.unstack_layers(self.policy.init(key)))[0]
 
   def draw(self, weights: Array, prompts: Array, samples: int, key: Array) -> Drawn:
-    """*samples* completions of each prompt [Q, T], at temperature 1."""
+    """Draws *samples* completions of each prompt [Q, T], at temperature 1."""
     params = sampling.prepare_weights(self.policy, self.unravel(weights))
     count, length = prompts.shape
     ones, positions = jnp.ones_like(prompts), jnp.broadcast_to(jnp.arange(length), prompts.shape)
     hidden, cache = self.policy.prefill(params, prompts, ones, positions)
-    spread = lambda x: jnp.repeat(x, samples, axis=0)
+    spread = functools.partial(jnp.repeat, repeats=samples, axis=0)
     room = [(0, 0), (0, 0), (0, _aligned(length + self.setting.completion_tokens - 1) - length), (0, 0)]
     cache = jax.tree.map(lambda x: jnp.pad(spread(x), room), cache)
 
@@ -108,7 +110,7 @@ class Runner:
     return Drawn(*(jnp.concatenate([x, y[None]]).T for x, y in zip(rows, final, strict=True)))
 
   def score(self, weights: Array, prompts: Array, completions: Array) -> models.TokenStats:
-    """Log-probabilities and the like of completions [B, C] after their prompts [B, Q], under one set of weights."""
+    """Scores completions [B, C] after their prompts [B, Q]: log-probabilities, entropies and squared norms."""
     before, length = prompts.shape[1], prompts.shape[1] + completions.shape[1] - 1
     tokens = jnp.concatenate([prompts, completions[:, :-1]], axis=1)
     tokens = jnp.pad(tokens, [(0, 0), (0, _aligned(length) - length)])  # the future, which nothing looks at
@@ -119,12 +121,12 @@ class Runner:
     return models.token_stats(self.policy, 1.0, count, hidden, self.policy.unembedding(params), completions)
 
   def accuracy(self, weights: Array, prompts: Array, count: int, key: Array) -> Array:
-    """Mean reward of one completion each of *count* of the prompts."""
+    """Returns the mean reward of one completion each of *count* of the prompts."""
     chosen = prompts[jax.random.randint(key, (count,), 0, prompts.shape[0])]
     return jnp.mean(self.reward(chosen, self.draw(weights, chosen, 1, key).tokens))
 
   def warm_start(self, key: Array, train: problems.Problems, test: problems.Problems) -> tuple[Array, Array, Array]:
-    """Supervised weights of the wanted accuracy, the updates it took, and that accuracy, measured anew."""
+    """Returns supervised weights of the wanted accuracy, the updates they took, and a second measurement of it."""
     setting, optimizer = self.setting, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 
     def update(carry, i):
@@ -133,26 +135,32 @@ class Runner:
       rows = jax.random.randint(rows, (64,), 0, train.prompts.shape[0])
       variant = jax.random.randint(variant, (64,), 0, problems.VARIANTS)
       completions = train.solutions[rows, variant]
-      loss = lambda weights: -jnp.mean(self.score(weights, train.prompts[rows], completions).logprobs)
+
+      def loss(weights):
+        return -jnp.mean(self.score(weights, train.prompts[rows], completions).logprobs)
+
       updates, opt_state = optimizer.update(jax.grad(loss)(weights), opt_state)
       return (optax.apply_updates(weights, updates), opt_state), None
 
-    def look(carry):
+    def train_and_evaluate(carry):
       state, i, _ = carry
       state, _ = jax.lax.scan(update, state, i + jnp.arange(setting.warm_every))
       i += setting.warm_every
       return state, i, self.accuracy(state[0], test.prompts, setting.probe_prompts, jax.random.fold_in(key, -i))
 
+    def is_unfinished(carry):
+      _, updates, accuracy = carry
+      return (accuracy < setting.warm_accuracy) & (updates < MAX_WARM_UPDATES)
+
     weights = self.init(key)
     start = ((weights, optimizer.init(weights)), jnp.int32(0), jnp.float32(-1))
-    unfinished = lambda carry: (carry[2] < setting.warm_accuracy) & (carry[1] < 5000)
-    (weights, _), updates, _ = jax.lax.while_loop(unfinished, look, start)
+    (weights, _), updates, _ = jax.lax.while_loop(is_unfinished, train_and_evaluate, start)
     return weights, updates, self.accuracy(weights, test.prompts, test.prompts.shape[0], key)
 
   def run(
     self, knobs: methods.Knobs, weights: Array, train: problems.Problems, test: problems.Problems
   ) -> dict[str, Array]:
-    """One training run from *weights*: the curves, float32 [steps / probe_every] each."""
+    """Trains from *weights* and returns the curves, float32 [steps / probe_every] each."""
     setting, key = self.setting, jax.random.key(knobs.seed)
     optimizer = methods.optimizer(knobs)
     start = Carry(weights, weights, optimizer.init(weights), jnp.zeros((self.slots, weights.size), weights.dtype))
@@ -171,8 +179,9 @@ class Runner:
       gradient, log_weights, metrics = self.gradient(knobs, carry.weights, prompts, drawn, lag)
       updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.weights, log_weights=log_weights)
       skip = jax.random.uniform(skipping) < knobs.skip
-      kept = lambda old, new: jax.tree.map(lambda x, y: jnp.where(skip, x, y), old, new)
-      new, opt_state = kept((carry.weights, carry.opt_state), (optax.apply_updates(carry.weights, updates), opt_state))
+      kept = (carry.weights, carry.opt_state)
+      stepped = (optax.apply_updates(carry.weights, updates), opt_state)
+      new, opt_state = jax.tree.map(lambda x, y: jnp.where(skip, x, y), kept, stepped)
       read = functools.partial(optax.tree.get, opt_state)
       metrics |= {
         "ess": stabilizers.ess_ratio(log_weights),
@@ -223,7 +232,7 @@ class Runner:
     return gradient, losses.sequence_log_weights(ratios), metrics
 
   def squared_norms(self, weights: Array, prompts: Array, drawn: Drawn) -> Array:
-    """‖∇ log π(τ_i)‖² of every sequence, exactly, [B]."""
+    """Returns ‖∇ log π(τ_i)‖² of every sequence, exactly, [B]."""
 
     def one(row):
       prompt, tokens, mask = (x[None] for x in row)

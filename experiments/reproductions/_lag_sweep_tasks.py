@@ -1,4 +1,4 @@
-"""The sweep's tasks on the device: token arrays of their problems, and their exact rewards as functions of tokens."""
+"""Puts the sweep's tasks on the device: token arrays of their problems, and exact rewards as functions of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from async_rl import tasks
 
 Array = jax.Array
 
-#: How many ways of writing a problem's solution the warm start draws from.
+#: The number of ways to write a problem's solution that the warm start draws from.
 VARIANTS = 4
 
 
@@ -25,8 +25,8 @@ class Problems(NamedTuple):
   """Problems of a split; every prompt has Q tokens and every solution C, the end token included.
 
   Attributes:
-    prompts: int32 [P, Q].
-    solutions: int32 [P, VARIANTS, C].
+    prompts: the prompts, int32 [P, Q].
+    solutions: the solutions, int32 [P, VARIANTS, C].
   """
 
   prompts: Array
@@ -38,15 +38,15 @@ class Setting:
   """A task with the sizes that its runs have; hashable.
 
   Attributes:
-    task: `tasks.Sums` or `tasks.CountdownSteps`.
+    task: the task, `tasks.Sums` or `tasks.CountdownSteps`.
     model: the architecture; its vocabulary is the task's symbols, then the end token, then padding.
-    groups: prompts of an update.
-    samples: completions of a prompt.
-    steps: updates of a run.
-    probe_every: updates between two measurements of the current policy's accuracy; the curves have this resolution.
-    probe_prompts: held-out prompts of such a measurement, one completion each.
-    warm_accuracy: accuracy of the supervised warm start.
-    warm_every: supervised updates between two looks at it.
+    groups: the number of prompts of an update.
+    samples: the number of completions of a prompt.
+    steps: the number of updates of a run.
+    probe_every: the updates between two measurements of the current policy's accuracy, and the curves' resolution.
+    probe_prompts: the number of held-out prompts of such a measurement, one completion each.
+    warm_accuracy: the accuracy at which the supervised warm start ends.
+    warm_every: the supervised updates between two evaluations of it.
   """
 
   task: Any
@@ -65,7 +65,7 @@ class Setting:
 
   @property
   def end(self) -> int:
-    """The end token."""
+    """Returns the id of the end token."""
     return len(symbols(self.task))
 
   def policy(self, dtype: str) -> models.Policy:
@@ -86,7 +86,7 @@ SETTINGS = {
   "ch3": Setting(tasks.Sums(numbers=3), _model(13, 64, 2), groups=16, steps=200),
 }
 
-#: Changes that make a setting run anywhere in seconds. It learns nothing.
+#: Changes that make a setting run anywhere in seconds; it learns nothing.
 TINY: dict[str, Any] = {
   "model": _model(13, 16, 1), "groups": 2, "samples": 4, "steps": 8, "probe_every": 2, "probe_prompts": 8,
   "warm_accuracy": 0.0, "warm_every": 2,
@@ -94,7 +94,7 @@ TINY: dict[str, Any] = {
 
 
 def symbols(task: Any) -> list[str]:
-  """What the task's text is made of, in the order of the token ids."""
+  """Returns the symbols of the task's text in the order of their token ids."""
   return list(task.corpus) if task.model_type == "char" else task.corpus.split(" ")
 
 
@@ -104,13 +104,13 @@ def encode(task: Any, text: str) -> list[int]:
 
 
 def decode(task: Any, tokens: Any) -> str:
-  """The text of token ids without end tokens and padding."""
+  """Returns the text of token ids, without end tokens and padding."""
   names = symbols(task)
   return ("" if task.model_type == "char" else " ").join(names[i] for i in tokens if i < len(names))
 
 
 def problems(setting: Setting, folder: pathlib.Path, data_dir: str | None = None) -> tuple[Problems, Problems]:
-  """The task's train and test problems, kept as tokens in *folder*: a machine that has the file needs no TFDS."""
+  """Returns the train and test problems, kept as tokens in *folder*: a machine that has the file needs no TFDS."""
   file = folder / f"problems_{setting.task.name}.npz"
   if not file.exists():
     task = dataclasses.replace(setting.task, data_dir=data_dir)
@@ -123,12 +123,15 @@ def problems(setting: Setting, folder: pathlib.Path, data_dir: str | None = None
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
   with np.load(file) as stored:
-    read = lambda split: Problems(*(jnp.asarray(stored[f"{split}_{part}"], jnp.int32) for part in Problems._fields))
-    return read("train"), read("test")
+    train, test = (
+      Problems(*(jnp.asarray(stored[f"{split}_{part}"], jnp.int32) for part in Problems._fields))
+      for split in ("train", "test")
+    )
+    return train, test
 
 
 def reward_fn(setting: Setting) -> Callable[[Array, Array], Array]:
-  """The task's `reward` as a function of tokens: prompts [B, Q], completions [B, C] -> float32 [B].
+  """Returns the task's `reward` as a function of tokens: prompts [B, Q], completions [B, C] -> float32 [B].
 
   What follows an end token in a completion is ignored. A completion without an end token earns nothing.
   """

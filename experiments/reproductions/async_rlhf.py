@@ -1,7 +1,7 @@
-"""How off-policy may RLHF be? Methods of Asynchronous RLHF against N, the batches that are sampled at a time.
+"""Compares methods of Asynchronous RLHF over N, the number of batches that are sampled at a time.
 
     python -m experiments.reproductions.async_rlhf            # two CPU cores or a GPU; makes the runs, then the report
-    python -m experiments.reproductions.async_rlhf --report   # of the runs there are
+    python -m experiments.reproductions.async_rlhf --report   # the report alone, of all runs in the folder
     python -m experiments.reproductions.async_rlhf --smoke    # a minute
 
 Every run is a run of the trainer with the config `keywords`, `--mode simulated --lag rounds`: N batches are sampled by
@@ -37,7 +37,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 class Look(NamedTuple):
-  """Held-out samples of one run at one step: mean true reward, mean reward of the reward model, KL to the start."""
+  """Measurement of a run at a step, on held-out samples: true reward, reward of the reward model, KL to the start."""
 
   method: str
   rounds: int
@@ -49,7 +49,7 @@ class Look(NamedTuple):
 
 
 def config(folder: pathlib.Path, method: Method, rounds: int, seed: int, smoke: bool) -> keywords.Config:
-  """One run; two rounds of the largest N."""
+  """Returns the config of one run; it makes two rounds of the largest N."""
   options: dict[str, Any] = (
     keywords.SMOKE | {"steps": 4, "eval_every": 2} if smoke else {"steps": 128, "eval_every": 32}
   )
@@ -66,7 +66,7 @@ def config(folder: pathlib.Path, method: Method, rounds: int, seed: int, smoke: 
 
 
 def looks(folder: pathlib.Path) -> list[Look]:
-  """Of all runs in the folder, finished or not."""
+  """Returns the measurements of all runs in the folder, finished or not."""
   found = []
   for file in sorted(folder.glob("*_n*_seed*/metrics.jsonl")):
     method, rounds, seed = file.parent.name.rsplit("_", 2)
@@ -191,7 +191,7 @@ def report(folder: pathlib.Path, results: pathlib.Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--folder", type=pathlib.Path, help="of the runs; default runs/async_rlhf, or one for --smoke")
+  parser.add_argument("--folder", type=pathlib.Path, help="the runs; default runs/async_rlhf, or one for --smoke")
   parser.add_argument("--results", type=pathlib.Path, help="where csv and png go; default beside the page")
   parser.add_argument("--methods", nargs="+", default=METHODS, choices=get_args(Method))
   parser.add_argument("--rounds", nargs="+", type=int, default=ROUNDS, help="the values of N")
