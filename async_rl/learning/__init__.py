@@ -1,11 +1,15 @@
-"""Batch assembly, the learner step, and the methods of RLHF as what it takes."""
+"""Batch assembly, objectives, and the learner step."""
 
-from async_rl.learning._batch import BatchShape as BatchShape
-from async_rl.learning._batch import pack as pack
-from async_rl.learning._learner import SEQUENCE_MEAN as SEQUENCE_MEAN
-from async_rl.learning._learner import AdvantageInputs as AdvantageInputs
-from async_rl.learning._learner import Learner as Learner
-from async_rl.learning._learner import LossInputs as LossInputs
-from async_rl.learning._rlhf import KL as KL
-from async_rl.learning._rlhf import RLHF as RLHF
-from async_rl.learning._rlhf import Method as Method
+from async_rl.learning._batch import BatchShape
+from async_rl.learning._batch import pack
+from async_rl.learning._learner import Learner
+from async_rl.learning._objective import AGGREGATIONS
+from async_rl.learning._objective import OBJECTIVES
+from async_rl.learning._objective import PUBLISHED_AGGREGATIONS
+from async_rl.learning._objective import BatchQuantities
+from async_rl.learning._objective import Objective
+from async_rl.learning._objective import likelihood_objective
+from async_rl.learning._objective import objective
+from async_rl.learning._rlhf import KL
+from async_rl.learning._rlhf import Method
+from async_rl.learning._rlhf import rlhf_objective

@@ -24,6 +24,8 @@ class BatchShape:
     row_tokens: T, tokens of a packed row; at least the longest prompt plus the longest completion.
     rows: R, rows of a micro-batch; the learner mesh's data and fsdp axes must divide it.
     completion_tokens: C, longest completion.
+    prompt_tokens: longest prompt; `None`: all that a row has room for beside a completion. The exact gradient norms of
+      trajectories are computed over this many tokens more than a completion has.
     micro_batches: M, how many micro-batches there is room for. Only those that hold tokens are computed, so room
       costs nothing but a few integers. `None`: enough for the worst case, every sequence in a row of its own.
   """
@@ -32,17 +34,27 @@ class BatchShape:
   row_tokens: int
   rows: int
   completion_tokens: int
+  prompt_tokens: int | None = None
   micro_batches: int | None = None
 
   def __post_init__(self):
     for field in ("sequences", "row_tokens", "rows", "completion_tokens"):
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {field}={getattr(self, field)}.")
+    if self.prompt_tokens is not None and self.prompt_tokens < 1:
+      raise ValueError(f"prompt_tokens must be at least 1, got prompt_tokens={self.prompt_tokens}.")
     if self.completion_tokens >= self.row_tokens:
       raise ValueError(
         f"row_tokens must exceed completion_tokens, got row_tokens={self.row_tokens}, "
         f"completion_tokens={self.completion_tokens}; a row holds the prompt too."
       )
+
+  @property
+  def sequence_tokens(self) -> int:
+    """Tokens of the longest sequence, prompt included."""
+    if self.prompt_tokens is None:
+      return self.row_tokens
+    return min(self.row_tokens, self.prompt_tokens + self.completion_tokens)
 
   @property
   def capacity(self) -> int:
@@ -119,12 +131,14 @@ def pack(groups: Sequence[Group], shape: BatchShape) -> Batch:
 def _check_fits(
   sequences: Sequence[tuple[int, np.ndarray, Completion]], lengths: np.ndarray, shape: BatchShape
 ) -> None:
+  longest_prompt = shape.prompt_tokens or shape.row_tokens - 1
   for (_, prompt, c), length in zip(sequences, lengths, strict=True):
-    if len(c.tokens) > shape.completion_tokens or length > shape.row_tokens or not len(prompt):
+    fits = 0 < len(prompt) <= longest_prompt and len(c.tokens) <= shape.completion_tokens
+    if not fits or length > shape.row_tokens:
       raise ValueError(
         f"Sample {c.sample} of group {c.ticket} has {len(prompt)} prompt and {len(c.tokens)} completion tokens; "
-        f"the batch takes 1 prompt token or more, at most completion_tokens={shape.completion_tokens}, and at most "
-        f"row_tokens={shape.row_tokens} together."
+        f"the batch takes 1 to {longest_prompt} prompt tokens, at most completion_tokens={shape.completion_tokens}, "
+        f"and at most row_tokens={shape.row_tokens} together."
       )
 
 

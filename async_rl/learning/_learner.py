@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,70 +19,15 @@ from async_rl import models
 from async_rl import stabilizers
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._norms import squared_gradient_norms
+from async_rl.learning._objective import BatchQuantities
+from async_rl.learning._objective import Objective
+from async_rl.learning._telemetry import Collected
 from async_rl.learning._telemetry import batch_metrics
 from async_rl.learning._telemetry import optimizer_metrics
 from async_rl.types import Batch
 from async_rl.types import TrainState
 
 Array = jax.Array
-
-SEQUENCE_MEAN = functools.partial(losses.aggregate, method="sequence_mean")
-
-
-class LossInputs(NamedTuple):
-  """What a loss may use; token arrays are [B, C], entries outside `mask` are finite and meaningless.
-
-  Attributes:
-    logprobs: float32 log pi_theta of the completion tokens; the gradient flows through it.
-    behavior: float32 log mu, as recorded by the sampler.
-    advantages: float32 [B].
-    mask: bool, tokens to train in this micro-batch.
-    lag: int32, learner version minus the version that drew the token.
-    anchor: float32 log-probabilities under the weights at the start of the step, `None` unless the learner scores.
-    reference: float32 log-probabilities under the reference policy, `None` unless the learner has one.
-  """
-
-  logprobs: Array
-  behavior: Array
-  advantages: Array
-  mask: Array
-  lag: Array
-  anchor: Array | None
-  reference: Array | None = None
-
-
-class AdvantageInputs(NamedTuple):
-  """What advantages may use; everything is of the whole batch.
-
-  Attributes:
-    rewards: float32 [B].
-    groups: int32 [B], group of each sequence, below the number of groups; `types.NO_GROUP` where the reward failed.
-    mask: bool [B, C], tokens to train.
-    log_weights: float32 [B], raw sequence log-weights; `None` unless the learner scores first.
-    stats: statistics of the tokens under the weights at the start of the step, [B, C]; likewise.
-    behavior: float32 [B, C] log mu, as recorded by the sampler.
-    reference: float32 [B, C] log-probabilities under the reference policy; `None` unless the learner has one.
-    squared_norms: float32 [B], exact squared gradient norm of each trajectory's log-probability; `None` unless the
-      learner computes them.
-  """
-
-  rewards: Array
-  groups: Array
-  mask: Array
-  log_weights: Array | None
-  stats: models.TokenStats | None
-  behavior: Array
-  reference: Array | None
-  squared_norms: Array | None = None
-
-
-class Collected(NamedTuple):
-  """Per-token results of all micro-batches, put together in the loss plane, [B, C]."""
-
-  logprobs: Array
-  entropy: Array
-  clipped: Array
-  keep: Array
 
 
 class Learner:
@@ -97,27 +41,21 @@ class Learner:
   With adapters (`Policy.lora`) gradient, optimizer state and norms are of the adapters alone, and so is all that
   stabilizers see; the other parameters pass through untouched.
 
-  A frozen reference policy is given by `set_reference`, before the first step; it then scores each batch once. What is
-  not trained it shares with the policy.
+  The step computes what the objective needs and nothing else: a scoring pass over the whole batch, the reference
+  policy's log-probabilities, exact gradient norms (see `Objective`). A frozen reference policy is given by
+  `set_reference`, before the first step; it then scores each batch once, for the metrics too. It shares all frozen
+  parameters with the policy.
 
   Args:
     policy: the architecture; its `remat` applies here.
     optimizer: an optax transformation, stabilizers included.
-    loss: from `LossInputs` to `losses.PolicyLoss`.
-    advantages: from `AdvantageInputs` to float32 [B].
+    objective: the loss, the advantages and the aggregation.
     shape: the static batch shape.
     mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
-    aggregate: from per-token loss and mask, [B, C] each, to numerator and denominator; a `losses.aggregate` method.
-      Tokens that a loss rejects are in the mask: they count in the denominator.
-    temperature: of the sampler's softmax.
-    score_first: run a forward pass over the whole batch first, for advantages that need the current policy and for
-      losses with an `anchor`. If neither uses it, the compiler removes it.
-    head_chunk: positions of a row whose logits are formed at a time.
-    norm_tokens: tokens of the longest sequence, prompt included; above 0, compute the exact gradient norm of every
-      trajectory first, for `opob_advantages`. One forward and backward pass for each, one at a time on all devices,
-      which is several times the step itself.
-    score: in place of log-probabilities, what each token scores: (params, tokens, segments, positions), int32 [R, T]
-      each, to `models.TokenStats`. `None`: `models.score` of the policy.
+    temperature: the temperature of the sampler's softmax.
+    head_chunk: the number of positions of a row whose logits are formed at a time.
+    score: the function that scores tokens in place of `models.score` of the policy: (params, tokens, segments,
+      positions), int32 [R, T] each, to `models.TokenStats`.
 
   Raises:
     ValueError: if the mesh does not divide the rows of a micro-batch.
@@ -127,30 +65,26 @@ class Learner:
     self,
     policy: models.Policy,
     optimizer: optax.GradientTransformation,
-    loss: Callable[[LossInputs], losses.PolicyLoss],
-    advantages: Callable[[AdvantageInputs], Array],
+    objective: Objective,
     shape: BatchShape,
     mesh: Mesh,
     *,
-    aggregate: Callable[[Array, Array], tuple[Array, Array]] = SEQUENCE_MEAN,
     temperature: float = 1.0,
-    score_first: bool = False,
     head_chunk: int = 512,
-    norm_tokens: int = 0,
     score: Callable[..., models.TokenStats] | None = None,
   ):
-    self.policy, self.shape, self.mesh = dataclasses.replace(policy, mesh=mesh), shape, mesh
+    self.policy = dataclasses.replace(policy, mesh=mesh)
+    self.objective = objective
+    self.shape = shape
+    self.mesh = mesh
     self.optimizer = optax.with_extra_args_support(optimizer)
-    self._loss, self._advantages = loss, advantages
-    self._aggregate, self._score_first = aggregate, score_first
     self._score = score or functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
-    self._norm_tokens = norm_tokens
-    self._ways = ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    if shape.rows % ways:
+    self._row_devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    if shape.rows % self._row_devices:
       raise ValueError(
-        f"rows={shape.rows} of a micro-batch cannot be divided over data*fsdp={ways} devices of the learner mesh; "
-        f"make rows a multiple of {ways}."
+        f"rows={shape.rows} of a micro-batch cannot be divided over data*fsdp={self._row_devices} devices of the "
+        f"learner mesh; make rows a multiple of {self._row_devices}."
       )
     replicated = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
@@ -225,7 +159,13 @@ class Learner:
     return jax.device_put(batch, self.batch_shardings)
 
   def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step; `state` is donated. The metrics stay on the device, float32 [] each."""
+    """Takes one optimizer step; `state` is donated. The metrics stay on the device, float32 [] each.
+
+    Raises:
+      ValueError: if the objective needs a reference policy that was not set.
+    """
+    if self.objective.needs_reference and self._reference is None:
+      raise ValueError("The objective needs a reference policy; give the learner one with set_reference.")
     return self._step(state, batch, self._reference)
 
   def sampler_params(self, state: TrainState) -> models.Params:
@@ -244,20 +184,11 @@ class Learner:
   def _train(
     self, state: TrainState, batch: Batch, reference_params: models.Params | None = None
   ) -> tuple[TrainState, dict[str, Array]]:
-    lag = jnp.where(batch.mask, state.version - batch.versions, 0)
-    stats = self._score_all(state.params, batch) if self._score_first else None
-    scored = _log_weights(batch, stats.logprobs) if stats is not None else None
-    anchor = stats.logprobs if stats is not None else None
-    reference = None
-    if reference_params is not None:
-      reference = self._score_all(_with_frozen(state.params, reference_params), batch).logprobs
-    norms = None
-    if self._norm_tokens:
-      norms = squared_gradient_norms(self._score, state.params, batch, self._norm_tokens, self._ways)
-    advantages = self._advantages(
-      AdvantageInputs(batch.rewards, batch.groups, batch.mask, scored, stats, batch.logprobs, reference, norms)
+    quantities = self._quantities(state, batch, reference_params)
+    advantages = self.objective.make_advantages(quantities)
+    grads, denominator, loss, collected = self._accumulate(
+      state.params, batch, advantages, self.objective.loss_options(quantities)
     )
-    grads, denominator, loss, collected = self._accumulate(state.params, batch, advantages, lag, anchor, reference)
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
     log_weights = _log_weights(batch, collected.logprobs)
     trainable, frozen = models.split_trainable(state.params)
@@ -267,17 +198,37 @@ class Learner:
       trainable,
       log_weights=log_weights,
       log_weights_mask=jnp.any(batch.mask, axis=1),
-      on_policy=jnp.max(lag) == 0,
+      on_policy=jnp.max(quantities.lag) == 0,
     )
     params = {**frozen, **optax.apply_updates(trainable, updates)}
     metrics = {
       "loss": losses.divide_or_zero(loss, denominator),
       "grad/norm": optax.tree.norm(grads),
       "update/norm": optax.tree.norm(updates),
-      **batch_metrics(batch, collected, lag, log_weights, advantages, reference),
+      **batch_metrics(batch, collected, quantities.lag, log_weights, advantages, quantities.reference),
       **optimizer_metrics(opt_state),
     }
     return TrainState(params, opt_state, optax.safe_increment(state.version)), metrics
+
+  def _quantities(self, state: TrainState, batch: Batch, reference_params: models.Params | None) -> BatchQuantities:
+    """Everything that the objective and the metrics need of the whole batch; the rest is `None`."""
+    params, needed = state.params, self.objective
+    stats = self._score_all(params, batch) if needed.needs_scores else None
+    reference = norms = None
+    if reference_params is not None:
+      reference = self._score_all(_with_frozen(params, reference_params), batch).logprobs
+    if needed.needs_exact_norms:
+      norms = squared_gradient_norms(self._score, params, batch, self.shape.sequence_tokens, self._row_devices)
+    return BatchQuantities(
+      rewards=batch.rewards,
+      groups=batch.groups,
+      mask=batch.mask,
+      behavior=batch.logprobs,
+      lag=jnp.where(batch.mask, state.version - batch.versions, 0),
+      stats=stats,
+      reference=reference,
+      squared_norms=norms,
+    )
 
   def _micro(self, batch: Batch, m: Array) -> tuple[tuple[Array, Array, Array], Array]:
     take = functools.partial(jax.lax.dynamic_index_in_dim, index=m, keepdims=False)
@@ -287,24 +238,22 @@ class Learner:
     """[R, T] of one micro-batch to [B, C]; entries of other micro-batches' sequences are meaningless."""
     return jnp.take(values.reshape(-1), batch.index)
 
-  def _accumulate(
-    self, params: Any, batch: Batch, advantages: Array, lag: Array, anchor: Array | None, reference: Array | None
-  ):
+  def _accumulate(self, params: Any, batch: Batch, advantages: Array, options: dict[str, Array]):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
     trainable, frozen = models.split_trainable(params)
 
-    def objective(trainable, m):
+    def numerator_of(trainable, m):
       rows, mask = self._micro(batch, m)
       stats = self._score({**frozen, **trainable}, *rows)
       logprobs, entropy = (self._to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
       logprobs = jnp.where(mask, logprobs, 0.0)
-      out = self._loss(LossInputs(logprobs, batch.logprobs, advantages, mask, lag, anchor, reference))
-      numerator, denominator = self._aggregate(out.loss, mask)
+      out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
+      numerator, denominator = self.objective.aggregate(out.loss, mask)
       return numerator, (denominator, mask, Collected(logprobs, entropy, out.clipped, out.keep))
 
     def body(m, carry):
       grads, total, loss, collected = carry
-      (numerator, (denominator, mask, new)), g = jax.value_and_grad(objective, has_aux=True)(trainable, m)
+      (numerator, (denominator, mask, new)), g = jax.value_and_grad(numerator_of, has_aux=True)(trainable, m)
       grads = jax.tree.map(jnp.add, grads, g)
       collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
       return grads, total + denominator, loss + numerator, collected

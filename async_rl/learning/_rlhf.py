@@ -1,6 +1,6 @@
-"""The methods of Asynchronous RLHF as what a learner takes: advantages, a loss and its aggregation.
+"""The methods of Asynchronous RLHF as objectives.
 
-Every one has the learner's plain form, a per-sequence number times the gradient of that sequence's log-probability, so
+Each has the learner's plain form, a per-sequence number times the gradient of that sequence's log-probability, so that
 a pair or a group may be spread over micro-batches.
 
 References:
@@ -9,7 +9,8 @@ References:
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Literal
 from typing import get_args
 
@@ -17,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from async_rl import losses
-from async_rl.learning._learner import AdvantageInputs
-from async_rl.learning._learner import LossInputs
+from async_rl.learning._objective import AGGREGATIONS
+from async_rl.learning._objective import Objective
 
 Array = jax.Array
 
@@ -26,77 +27,134 @@ Method = Literal["online_dpo", "ipo", "rloo", "proximal_rloo", "best_of_n"]
 KL = Literal["reward", "reward_current", "loss"]
 
 
-@dataclasses.dataclass(frozen=True)
-class RLHF:
-  """A method with its distance to the reference policy; the learner must have one, and `score_first`.
+def rlhf_objective(
+  method: Method,
+  *,
+  beta: float = 0.1,
+  kl_coefficient: float = 0.05,
+  kl: KL = "reward",
+  clip: float = 0.2,
+  kl_cap: float = 2.0,
+) -> Objective:
+  """Returns a method of Asynchronous RLHF with its distance to the reference policy.
 
-  The losses are summed over tokens and averaged over sequences, best-of-N's and the pair losses over groups.
+  The losses are summed over tokens and averaged over sequences; those of best-of-N and of pairs are averaged over
+  groups.
 
-  Attributes:
-    method: `online_dpo` or `ipo`: on the best and the worst sample of a group; the reference is in the loss.
-      `rloo`: leave-one-out baseline, no correction for stale samples. `proximal_rloo`: the same with PPO's clip of the
-      sequence ratio. `best_of_n`: maximum likelihood of the best sample of a group.
-    groups: in a batch.
-    beta: of `online_dpo` and `ipo`.
-    kl_coefficient: weight of the KL to the reference policy in `rloo` and `proximal_rloo`.
-    kl: where that stands. `reward`: the sequence's log mu - log pi_ref is taken off its reward, mu as recorded by the
-      sampler. `reward_current`: the same with the weights at the start of the step in place of mu, as the paper's
-      trainer recomputes it. `loss`: the k3 estimator as a loss term, with importance weights up to `kl_cap`.
-    clip: half-width of the clip of `proximal_rloo`.
-    kl_cap: largest importance weight of a token in `kl="loss"`.
+  Args:
+    method: `online_dpo` or `ipo` train on the best and the worst sample of a group, with the reference in the loss.
+      `rloo` has a leave-one-out baseline and no correction for stale samples; `proximal_rloo` adds PPO's clip of the
+      sequence ratio. `best_of_n` is maximum likelihood of the best sample of a group.
+    beta: the inverse temperature of the implicit reward of `online_dpo` and `ipo`.
+    kl_coefficient: the weight of the KL to the reference policy in `rloo` and `proximal_rloo`.
+    kl: the place of that KL. `reward` subtracts the sequence's log mu - log pi_ref from its reward, with mu as
+      recorded by the sampler. `reward_current` has the weights at the start of the step in place of mu, as the paper's
+      trainer recomputes it. `loss` is the k3 estimator as a loss term, with importance weights up to `kl_cap`.
+    clip: the half-width of the clip of `proximal_rloo`.
+    kl_cap: the largest importance weight of a token for `kl="loss"`.
+
+  Raises:
+    ValueError: if a name is unknown.
   """
+  for field, value, names in (("method", method, get_args(Method)), ("kl", kl, get_args(KL))):
+    if value not in names:
+      raise ValueError(f"*{field}* must be one of {', '.join(names)}; got {field}={value!r}.")
+  loss: losses.PolicyLossFn = losses.reinforce
+  advantages: Callable[..., Array] = _best_of_n
+  if method in ("online_dpo", "ipo"):
+    pair_loss = losses.ipo_loss if method == "ipo" else losses.dpo_loss
+    advantages = functools.partial(_of_pairs, pair_loss=pair_loss, beta=beta)
+  elif method in ("rloo", "proximal_rloo"):
+    penalized: dict[str, Callable[..., Array]] = {
+      "reward": _penalized_by_behavior,
+      "reward_current": _penalized_by_current,
+    }
+    advantages = losses.rloo_advantages
+    if kl in penalized:
+      advantages = functools.partial(penalized[kl], coefficient=kl_coefficient)
+    if method == "proximal_rloo":
+      loss = functools.partial(_proximal_rloo, clip=clip)
+    if kl == "loss":
+      loss = functools.partial(_with_kl, inner=loss, coefficient=kl_coefficient, cap=kl_cap)
+  return Objective(loss, advantages, AGGREGATIONS["sum"])
 
-  method: Method
-  groups: int
-  beta: float = 0.1
-  kl_coefficient: float = 0.05
-  kl: KL = "reward"
-  clip: float = 0.2
-  kl_cap: float = 2.0
 
-  def __post_init__(self):
-    for field, names in (("method", get_args(Method)), ("kl", get_args(KL))):
-      if getattr(self, field) not in names:
-        raise ValueError(f"{field} must be one of {', '.join(names)}, got {field}={getattr(self, field)!r}.")
+# Advantages.
 
-  def advantages(self, x: AdvantageInputs) -> Array:
-    """float32 [B]."""
-    if x.reference is None or x.stats is None:
-      raise ValueError(f"{self.method} needs a learner with a reference policy (set_reference) and score_first=True.")
-    if self.method == "best_of_n":
-      best = losses.best_rows(x.rewards, x.groups, self.groups)
-      return best * jnp.sum(jnp.any(x.mask, axis=1), dtype=jnp.float32) / self.groups
-    if self.method in ("online_dpo", "ipo"):
-      return losses.preference_advantages(
-        x.rewards,
-        x.groups,
-        self.groups,
-        logprobs=x.stats.logprobs,
-        reference=x.reference,
-        mask=x.mask,
-        loss=losses.ipo_loss if self.method == "ipo" else losses.dpo_loss,
-        beta=self.beta,
-      )
-    rewards = x.rewards
-    if self.kl != "loss":
-      old = x.behavior if self.kl == "reward" else x.stats.logprobs
-      rewards = losses.kl_penalized_rewards(rewards, old, x.reference, x.mask, coefficient=self.kl_coefficient)
-    return losses.rloo_advantages(rewards, x.groups, self.groups)
 
-  def loss(self, x: LossInputs) -> losses.PolicyLoss:
-    """Per-token loss, to be summed over tokens."""
-    if self.method == "proximal_rloo":
-      out = losses.proximal_rloo(x.logprobs, x.behavior, x.advantages, x.mask, low=self.clip, high=self.clip)
-      # It stands whole on every token of the sequence.
-      out = out._replace(loss=out.loss / jnp.maximum(jnp.sum(x.mask, axis=1, keepdims=True), 1))
-    else:
-      out = losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask)
-    if self.kl == "loss" and self.method in ("rloo", "proximal_rloo"):
-      assert x.reference is not None  # or `advantages` would have refused
-      distance = losses.kl_loss(x.logprobs, x.reference, x.behavior, x.mask, cap=self.kl_cap)
-      out = out._replace(loss=out.loss + self.kl_coefficient * distance)
-    return out
+def _best_of_n(rewards: Array, groups: Array, num_groups: int, *, lengths: Array) -> Array:
+  best = losses.best_rows(rewards, groups, num_groups)
+  present = jax.ops.segment_max(jnp.ones_like(groups), groups, num_groups) > 0
+  trained = jnp.sum(lengths > 0, dtype=jnp.float32)
+  return best * trained / jnp.sum(present, dtype=jnp.float32)
 
-  def aggregate(self, loss: Array, mask: Array) -> tuple[Array, Array]:
-    """Sum over tokens, mean over sequences."""
-    return losses.aggregate(loss, mask, "constant", max_length=1)
+
+def _of_pairs(
+  rewards: Array,
+  groups: Array,
+  num_groups: int,
+  *,
+  proximal: Array,
+  reference: Array,
+  mask: Array,
+  pair_loss: Callable[..., Array] = losses.dpo_loss,
+  beta: float = 0.1,
+) -> Array:
+  return losses.preference_advantages(
+    rewards, groups, num_groups, logprobs=proximal, reference=reference, mask=mask, loss=pair_loss, beta=beta
+  )
+
+
+def _penalized_by_behavior(
+  rewards: Array,
+  groups: Array,
+  num_groups: int,
+  *,
+  behavior: Array,
+  reference: Array,
+  mask: Array,
+  coefficient: float = 0.05,
+) -> Array:
+  penalized = losses.kl_penalized_rewards(rewards, behavior, reference, mask, coefficient=coefficient)
+  return losses.rloo_advantages(penalized, groups, num_groups)
+
+
+def _penalized_by_current(
+  rewards: Array,
+  groups: Array,
+  num_groups: int,
+  *,
+  proximal: Array,
+  reference: Array,
+  mask: Array,
+  coefficient: float = 0.05,
+) -> Array:
+  penalized = losses.kl_penalized_rewards(rewards, proximal, reference, mask, coefficient=coefficient)
+  return losses.rloo_advantages(penalized, groups, num_groups)
+
+
+# Losses, to be summed over the tokens of a sequence.
+
+
+def _proximal_rloo(
+  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, clip: float = 0.2
+) -> losses.PolicyLoss:
+  out = losses.proximal_rloo(logprobs, behavior, advantages, mask, low=clip, high=clip)
+  # Every token carries the whole sequence loss, so divide by the length.
+  return out._replace(loss=out.loss / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1))
+
+
+def _with_kl(
+  logprobs: Array,
+  behavior: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  reference: Array,
+  inner: losses.PolicyLossFn = losses.reinforce,
+  coefficient: float = 0.05,
+  cap: float = 2.0,
+) -> losses.PolicyLoss:
+  out = inner(logprobs, behavior, advantages, mask)
+  distance = losses.kl_loss(logprobs, reference, behavior, mask, cap=cap)
+  return out._replace(loss=out.loss + coefficient * distance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,17 @@ from async_rl import stabilizers
 from async_rl.types import NO_GROUP
 from async_rl.types import Batch
 
-if TYPE_CHECKING:
-  from async_rl.learning._learner import Collected
-
 Array = jax.Array
+
+
+class Collected(NamedTuple):
+  """Per-token results of the loss's forward passes over all micro-batches, in the loss plane, [B, C]."""
+
+  logprobs: Array
+  entropy: Array
+  clipped: Array
+  keep: Array
+
 
 #: Fields of stabilizers' states and the metrics they become.
 _OPTIMIZER_METRICS = {

@@ -29,6 +29,8 @@ from async_rl.losses._kl import kl_estimate
 from async_rl.losses._kl import kl_loss
 from async_rl.losses._opob import OpobGradient
 from async_rl.losses._opob import opob_advantages
+from async_rl.losses._opob import opob_by_length_advantages
+from async_rl.losses._opob import opob_by_logits_advantages
 from async_rl.losses._opob import opob_gradient
 from async_rl.losses._opob import squared_norms_by_length
 from async_rl.losses._opob import squared_norms_by_logits
@@ -53,10 +55,11 @@ from async_rl.losses._ratios import mean_log_ratios
 from async_rl.losses._ratios import sequence_log_weights
 from async_rl.losses._registry import ADVANTAGES
 from async_rl.losses._registry import CORRECTIONS
+from async_rl.losses._registry import STATISTICS
 from async_rl.losses._registry import needs
 from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
-from async_rl.losses._rejection import m2po as m2po
+from async_rl.losses._rejection import m2po
 from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import restrict
 from async_rl.losses._rejection import second_moment_threshold

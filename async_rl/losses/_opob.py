@@ -65,6 +65,34 @@ def opob_advantages(
   return subtract_baseline(rewards, groups, num_groups, logits, normalize_std)
 
 
+def opob_by_length_advantages(
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  num_groups: int,
+  *,
+  log_weights: ArrayLike,
+  lengths: ArrayLike,
+  **options: Any,
+) -> jax.Array:
+  """`opob_advantages` with the *lengths* [B], in trained tokens, as the estimate of the squared norms."""
+  return opob_advantages(rewards, groups, num_groups, log_weights=log_weights, squared_norms=lengths, **options)
+
+
+def opob_by_logits_advantages(
+  rewards: ArrayLike,
+  groups: ArrayLike,
+  num_groups: int,
+  *,
+  log_weights: ArrayLike,
+  squared_logit_norms: ArrayLike,
+  **options: Any,
+) -> jax.Array:
+  """`opob_advantages` with the squared norms estimated at the logits, [B]: `squared_norms_by_logits`."""
+  return opob_advantages(
+    rewards, groups, num_groups, log_weights=log_weights, squared_norms=squared_logit_norms, **options
+  )
+
+
 def squared_norms_by_length(mask: ArrayLike) -> jax.Array:
   """n² ∝ L: the number of trained tokens, float32 [B]. With it and w = 1, OPOB is OPO."""
   return jnp.sum(mask, axis=-1, dtype=jnp.float32)

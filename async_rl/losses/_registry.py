@@ -28,6 +28,8 @@ from async_rl.losses._clipped import proximal_rloo
 from async_rl.losses._decoupled import a3po
 from async_rl.losses._decoupled import decoupled_ppo
 from async_rl.losses._opob import opob_advantages
+from async_rl.losses._opob import opob_by_length_advantages
+from async_rl.losses._opob import opob_by_logits_advantages
 from async_rl.losses._policy import PolicyLossFn
 from async_rl.losses._policy import cispo
 from async_rl.losses._policy import reinforce
@@ -38,6 +40,7 @@ from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
 from async_rl.losses._rejection import m2po
 from async_rl.losses._rejection import opsm
+from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
 
 #: Policy losses with their default options. What an entry needs beyond the shared signature: `needs`.
@@ -76,8 +79,14 @@ ADVANTAGES: Mapping[str, Callable[..., jax.Array]] = types.MappingProxyType(
     "opo": opo_advantages,
     "importance_mean": importance_mean_advantages,
     "opob": opob_advantages,
+    "opob_by_length": opob_by_length_advantages,
+    "opob_by_logits": opob_by_logits_advantages,
   }
 )
+
+#: Statistics of the whole batch that a correction can need, by that name: functions (log_ratios, mask) of raw
+#: log-ratios under the weights at the start of the step, [B, T] each.
+STATISTICS: Mapping[str, Callable[..., jax.Array]] = types.MappingProxyType({"threshold": second_moment_threshold})
 
 
 def needs(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -160,18 +160,21 @@ def second_moment_threshold(log_ratios: ArrayLike, mask: ArrayLike, *, budget: f
     budget: bound on the second moment, 0.04 in the paper.
 
   Returns:
-    float32 scalar: tokens with (log ρ)² below it stay; inf when all do.
+    float32 scalar: tokens with (log ρ)² below it stay; inf when all do. It lies halfway between the last value that
+    stays and the first that does not, so the rounding of another program does not move a token across.
 
   >>> ratios = jnp.array([[0.1, 0.2, 0.3, 0.5]])  # .01 and .04 fit, with .09 the mean would be .047
   >>> second_moment_threshold(ratios, jnp.ones((1, 4), bool))
-  Array(0.09, dtype=float32)
+  Array(0.065, dtype=float32)
   """
   check_mask(mask, log_ratios=log_ratios)
   squares = jnp.sort(jnp.where(mask, jnp.asarray(log_ratios, jnp.float32) ** 2, jnp.inf), axis=None)
   means = jnp.cumsum(squares) / jnp.arange(1, squares.size + 1)
   within = jnp.isfinite(squares) & (means <= budget)
-  # The first value that no longer fits; beyond the last token the sorted array holds inf already.
-  return jnp.append(squares, jnp.inf)[jnp.argmin(jnp.append(within, False))]
+  # The first value that does not fit; beyond the last token the sorted array holds inf already.
+  rejected = jnp.append(squares, jnp.inf)[jnp.argmin(jnp.append(within, False))]
+  kept = jnp.max(jnp.where(squares < rejected, squares, 0.0), initial=0.0)
+  return 0.5 * (kept + rejected)
 
 
 def m2po(

@@ -10,11 +10,9 @@ from typing import ClassVar
 from typing import Literal
 from typing import get_args
 
-import jax
 import optax
 
 from async_rl import learning
-from async_rl import losses
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
@@ -22,8 +20,6 @@ from async_rl.rollout._schedule import LAG_KINDS
 
 if TYPE_CHECKING:
   from async_rl.runtime._parts import Parts
-
-Array = jax.Array
 
 #: Options that may change when a run is resumed: how long, on which devices, and what is written.
 _MAY_CHANGE = frozenset(
@@ -47,8 +43,8 @@ Mode = Literal["async", "simulated", "sync"]
 class Experiment:
   """A reinforcement-learning run; subclass it, set the fields and write the methods out.
 
-  Fields are the options of the command line. Methods return real objects (a task, a policy, an optax chain, a loss):
-  to change one, override the method. The methods without a body here must be given.
+  Fields are the options of the command line. Methods return real objects (a task, a policy, an optax chain, an
+  objective): to change one, override the method. The methods without a body here must be given.
   """
 
   name: ClassVar[str]
@@ -101,11 +97,7 @@ class Experiment:
   #: Tokens of a row; 0: longest prompt plus longest completion.
   row_tokens: int = 0
 
-  #: Score each batch before training on it, for losses with an anchor and advantages that need the current policy.
-  score_first: bool = False
-  #: Score each batch, and compute the exact gradient norm of each trajectory, for OPOB; several times the step's cost.
-  exact_norms: bool = False
-  #: Keep the starting weights as a reference policy, for losses, advantages and metrics of the distance to it.
+  #: Keep the starting weights as a reference policy to measure the distance to it, even if the objective needs none.
   reference: bool = False
 
   #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
@@ -146,7 +138,7 @@ class Experiment:
       raise ValueError(f"temperature must be above 0, got temperature={self.temperature}; training needs samples.")
     if self.mode == "async" and self.generation_devices == 0 and self.max_lag == 0:
       raise ValueError("max_lag=0 on shared devices leaves nothing to overlap; use mode='sync', or raise max_lag.")
-    self.batch_shape(), self.sampler_config()  # check the sizes before a folder is made
+    self.batch_shape(), self.sampler_config(), self.objective()  # check the sizes before a folder is made
 
   # The parts.
 
@@ -166,17 +158,9 @@ class Experiment:
     """Stabilizers and optimizer, in the order in which they apply."""
     raise NotImplementedError
 
-  def loss(self, x: learning.LossInputs) -> losses.PolicyLoss:
-    """Per-token loss."""
-    return losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask, cap=8.0)
-
-  def advantages(self, x: learning.AdvantageInputs) -> Array:
-    """Advantage of each sequence, float32 [B]; group indices are below `self.groups`."""
-    return losses.grpo_advantages(x.rewards, x.groups, self.groups, normalize_std=False)
-
-  def aggregate(self, loss: Array, mask: Array) -> tuple[Array, Array]:
-    """Numerator and denominator of the batch's loss from per-token loss and mask, [B, C] each."""
-    return losses.aggregate(loss, mask, "sequence_mean")
+  def objective(self) -> learning.Objective:
+    """Loss, advantages and aggregation."""
+    return learning.objective("sequence_tis", advantages="dr_grpo", cap=8.0)
 
   def scorer(self, parts: Parts) -> tasks.Scorer | None:
     """What rewards training samples, such as a reward model; `None`: the task, which judges evaluations in any case."""
@@ -200,6 +184,11 @@ class Experiment:
     """The lag bound in force."""
     return 0 if self.mode == "sync" else self.max_lag
 
+  @property
+  def keeps_reference(self) -> bool:
+    """Whether the run has a reference policy."""
+    return self.reference or self.objective().needs_reference
+
   def batch_shape(self) -> learning.BatchShape:
     """Static shape of a training batch."""
     return learning.BatchShape(
@@ -207,6 +196,7 @@ class Experiment:
       row_tokens=self.row_tokens or self.max_prompt_tokens + self.max_completion_tokens,
       rows=self.rows,
       completion_tokens=self.max_completion_tokens,
+      prompt_tokens=self.max_prompt_tokens,
     )
 
   def sampler_config(self) -> sampling.SamplerConfig:

@@ -54,7 +54,7 @@ def set_reference(parts: Parts, folder: pathlib.Path, params: models.Params | No
   Raises:
     CheckpointError: on a resume, if `folder` holds none.
   """
-  if not parts.experiment.reference:
+  if not parts.experiment.keeps_reference:
     return
   trained = lambda tree: models.split_trainable(tree)[0]
 

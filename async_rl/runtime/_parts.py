@@ -55,14 +55,10 @@ class Parts:
     self.learner = learning.Learner(
       self.policy,
       experiment.optimizer(),
-      experiment.loss,
-      experiment.advantages,
+      experiment.objective(),
       experiment.batch_shape(),
       self.meshes.learner,
-      aggregate=experiment.aggregate,
       temperature=experiment.temperature,
-      score_first=experiment.score_first or experiment.exact_norms,
-      norm_tokens=experiment.max_prompt_tokens + experiment.max_completion_tokens if experiment.exact_norms else 0,
     )
     self.engine = self.make_engine(experiment.sampler_config(), self.meshes.generation)
 

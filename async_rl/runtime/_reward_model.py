@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import cast
@@ -124,21 +123,18 @@ def _make_learner(parts: Parts, model: models.RewardModel, learning_rate: float,
     values = model.values(params, *rows)
     return models.TokenStats(values, jnp.zeros_like(values), jnp.zeros_like(values))
 
-  def advantages(x):
-    zeros = jnp.zeros_like(x.stats.logprobs)
+  def advantages(rewards, groups, num_groups, *, proximal, mask):
+    zeros = jnp.zeros_like(proximal)
     return losses.preference_advantages(
-      x.rewards, x.groups, pairs, logprobs=x.stats.logprobs, reference=zeros, mask=x.mask, beta=1.0
+      rewards, groups, num_groups, logprobs=proximal, reference=zeros, mask=mask, beta=1.0
     )
 
   return learning.Learner(
     model,
     adam(learning_rate),
-    lambda x: losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask),
-    advantages,
+    learning.Objective(losses.reinforce, advantages, learning.AGGREGATIONS["sum"]),
     dataclasses.replace(parts.experiment.batch_shape(), sequences=2 * pairs),
     parts.meshes.learner,
-    aggregate=functools.partial(losses.aggregate, method="constant", max_length=1),
-    score_first=True,
     score=score,
   )
 

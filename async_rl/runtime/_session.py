@@ -208,7 +208,7 @@ class Session:
     with self._device_turn():
       engine.set_weights(self.state.params, self.version)
       # Greedy samples say nothing about the distance to the reference.
-      measured = experiment.reference and experiment.evaluation_config().temperature == experiment.temperature
+      measured = experiment.keeps_reference and experiment.evaluation_config().temperature == experiment.temperature
       policy = self.state.params if measured else None
       found = evaluate(parts, engine, parts.held_out, self._rewards, proxy=self._scorer, policy=policy)
     self._warn_of_failures()

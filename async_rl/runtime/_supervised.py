@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import cast
 
-import jax.numpy as jnp
 import numpy as np
 
 from async_rl import learning
-from async_rl import losses
 from async_rl import models
 from async_rl import tasks
 from async_rl.rollout._prompts import UNTRAINED_TICKETS
@@ -79,15 +76,12 @@ def train_supervised(
 
 
 def _make_learner(parts: Parts, learning_rate: float, sequences: int) -> learning.Learner:
-  """Maximum likelihood: REINFORCE with all advantages 1, averaged over tokens."""
   return learning.Learner(
     parts.policy,
     adam(learning_rate),
-    lambda x: losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask),
-    lambda x: jnp.ones_like(x.rewards),
+    learning.likelihood_objective(),
     dataclasses.replace(parts.experiment.batch_shape(), sequences=sequences),
     parts.meshes.learner,
-    aggregate=functools.partial(losses.aggregate, method="token_mean"),
   )
 
 

@@ -16,18 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl.types import Batch
 
 Array = jax.Array
-
-#: What a loss is averaged by: `losses.aggregate`'s methods; the last sums over tokens and averages over sequences.
-AGGREGATIONS = {
-  "sequence_mean": functools.partial(losses.aggregate, method="sequence_mean"),
-  "token_mean": functools.partial(losses.aggregate, method="token_mean"),
-  "sum": functools.partial(losses.aggregate, method="constant", max_length=1),
-}
 
 
 class Method(NamedTuple):
@@ -36,36 +30,33 @@ class Method(NamedTuple):
   Attributes:
     correction: a name in `losses.CORRECTIONS`.
     advantages: a name in `losses.ADVANTAGES`.
-    aggregation: a name in `AGGREGATIONS`.
-    target: the aggregation under which REINFORCE on fresh samples follows the same objective; empty: the same one.
-    norms: estimate of the squared gradient norms, for OPOB.
+    target: the aggregation under which REINFORCE on fresh samples follows the same objective, a name in
+      `learning.AGGREGATIONS`.
   """
 
   correction: str
-  advantages: str = "dr_grpo"
-  aggregation: str = "sequence_mean"
-  target: str = ""
-  norms: str = "length"
+  advantages: str
+  target: str
+
+  def objective(self, aggregate: str | None = None) -> learning.Objective:
+    """Returns the objective that a learner would train with."""
+    return learning.objective(self.correction, advantages=self.advantages, aggregate=aggregate)
 
 
-#: Aggregations as published, where it is not the mean over tokens, then sequences. Proximal RLOO's ratio is that of the
-#: whole sequence, so its mean over sequences has the gradient of a sum over tokens.
-_PUBLISHED = {
-  "cispo": ("token_mean", ""),
-  "dapo": ("token_mean", ""),
-  "m2po": ("token_mean", ""),
-  "topr": ("sum", ""),
-  "proximal_rloo": ("sequence_mean", "sum"),
-}
+def _target(correction: str) -> str:
+  """The published aggregation. Proximal RLOO's ratio is that of the sequence: its mean has the gradient of a sum."""
+  published = learning.PUBLISHED_AGGREGATIONS.get(correction, "sequence_mean")
+  return "sum" if correction == "proximal_rloo" else published
 
-#: Every correction under the mean-reward baseline.
-CORRECTIONS = {
-  name: Method(name, "dr_grpo", *_PUBLISHED.get(name, ("sequence_mean", ""))) for name in losses.CORRECTIONS
-}
+
+#: Every correction under the mean-reward baseline, aggregated as published.
+CORRECTIONS = {name: Method(name, "dr_grpo", _target(name)) for name in losses.CORRECTIONS}
 
 #: Every baseline under truncated sequence weights, whose row among the corrections has the baseline dr_grpo.
-BASELINES = {f"baseline {name}": Method("sequence_tis", name) for name in losses.ADVANTAGES if name != "opob"} | {
-  f"baseline opob by {norms}": Method("sequence_tis", "opob", norms=norms) for norms in ("length", "logits")
+BASELINES = {
+  f"baseline {name.replace('opob_by_', 'opob by ')}": Method("sequence_tis", name, "sequence_mean")
+  for name in losses.ADVANTAGES
+  if name != "opob"
 }
 EXACT_OPOB = "baseline opob exact"
 
@@ -73,13 +64,12 @@ EXACT_OPOB = "baseline opob exact"
 NAMES = (*CORRECTIONS, *BASELINES, EXACT_OPOB)
 
 #: The gradients on fresh samples that the others are compared with.
-TARGETS = {name: Method("reinforce", aggregation=name) for name in AGGREGATIONS}
+TARGETS = {name: Method("reinforce", "dr_grpo", name) for name in learning.AGGREGATIONS}
 
 
 def target_of(name: str) -> str:
-  """Name in `TARGETS` of what the method of this name is compared with."""
-  method = (CORRECTIONS | BASELINES).get(name, Method("sequence_tis"))
-  return method.target or method.aggregation
+  """Returns the name in `TARGETS` that the method of this name is compared with."""
+  return "sequence_mean" if name == EXACT_OPOB else (CORRECTIONS | BASELINES)[name].target
 
 
 class Judge:
@@ -94,8 +84,10 @@ class Judge:
   def __init__(self, policy: models.Policy, num_groups: int, temperature: float):
     self._num_groups = num_groups
     self._score = functools.partial(models.score, policy, temperature=temperature)
-    self.targets = jax.jit(functools.partial(self._gradients, TARGETS))
-    self._methods = jax.jit(functools.partial(self._gradients, CORRECTIONS | BASELINES))
+    targets = {name: method.objective(name) for name, method in TARGETS.items()}
+    methods = {name: method.objective() for name, method in (CORRECTIONS | BASELINES).items()}
+    self.targets = jax.jit(functools.partial(self._gradients, targets))
+    self._methods = jax.jit(functools.partial(self._gradients, methods))
     self.exact_opob = jax.jit(self._exact_opob)
     self.statistics = jax.jit(self._statistics)
 
@@ -110,48 +102,28 @@ class Judge:
     return stats.logprobs, jax.lax.stop_gradient(stats)
 
   def _gradients(
-    self, methods: dict[str, Method], params: Any, batch: Batch, version: int
+    self, objectives: dict[str, learning.Objective], params: Any, batch: Batch, version: int
   ) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
     logprobs, pullback, stats = jax.vjp(functools.partial(self._log_probs, batch), params, has_aux=True)
+    lag = jnp.where(batch.mask, version - batch.versions, 0)
+    quantities = learning.BatchQuantities(batch.rewards, batch.groups, batch.mask, batch.logprobs, lag, stats)
     cotangents, shares = {}, {}
-    for name, method in methods.items():
-      advantages = self._advantages(method, batch, stats)
-      objective = functools.partial(self._objective, method, batch, advantages, version)
-      cotangents[name], clipped = jax.grad(objective, has_aux=True)(logprobs)
+    for name, objective in objectives.items():
+      advantages = objective.make_advantages(quantities)
+      options = objective.loss_options(quantities)
+
+      def mean_loss(logprobs, objective=objective, advantages=advantages, options=options):
+        out = objective.loss(logprobs, batch.logprobs, advantages, batch.mask, **options)
+        return objective.mean(out.loss, batch.mask), out.clipped
+
+      cotangents[name], clipped = jax.grad(mean_loss, has_aux=True)(logprobs)
       wanted = batch.mask & (advantages != 0)[:, None]
       shares[name] = {
         "kept": losses.divide_or_zero(jnp.sum(wanted & (cotangents[name] != 0)), jnp.sum(wanted)),
         "clipped": losses.divide_or_zero(jnp.sum(wanted & clipped), jnp.sum(wanted)),
       }
     flat = jax.lax.map(lambda x: ravel_pytree(pullback(x)[0])[0], jnp.stack(list(cotangents.values())))
-    return dict(zip(methods, flat, strict=True)), shares
-
-  def _objective(
-    self, method: Method, batch: Batch, advantages: Array, version: int, logprobs: Array
-  ) -> tuple[Array, Array]:
-    loss = losses.CORRECTIONS[method.correction]
-    ratios = losses.log_ratios(jax.lax.stop_gradient(logprobs), batch.logprobs, batch.mask)
-    extras = {
-      "lag": jnp.where(batch.mask, version - batch.versions, 0),
-      "proximal": logprobs,
-      "threshold": losses.second_moment_threshold(ratios, batch.mask),
-    }
-    options = {name: extras[name] for name in losses.needs(loss)}
-    out = loss(logprobs, batch.logprobs, advantages, batch.mask, **options)
-    return losses.divide_or_zero(*AGGREGATIONS[method.aggregation](out.loss, batch.mask)), out.clipped
-
-  def _advantages(self, method: Method, batch: Batch, stats: models.TokenStats) -> Array:
-    function = losses.ADVANTAGES[method.advantages]
-    lengths = losses.squared_norms_by_length(batch.mask)
-    logits = losses.squared_norms_by_logits(stats.logprobs, stats.sum_squares, batch.mask)
-    extras = {
-      "lengths": lengths,
-      "log_weights": losses.sequence_log_weights(losses.log_ratios(stats.logprobs, batch.logprobs, batch.mask)),
-      "squared_norms": {"length": lengths, "logits": logits}[method.norms],
-    }
-    return function(
-      batch.rewards, batch.groups, self._num_groups, **{name: extras[name] for name in losses.needs(function)}
-    )
+    return dict(zip(objectives, flat, strict=True)), shares
 
   def _exact_opob(self, params: Any, batch: Batch) -> losses.OpobGradient:
     """OPOB with exact norms; each sequence is scored in the row that it was packed into."""

@@ -29,7 +29,6 @@ import numpy as np
 import optax
 
 from async_rl import learning
-from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
 from async_rl import types
@@ -132,8 +131,7 @@ def measure_learner(config: models.ModelConfig, smoke: bool, repeats: int) -> di
     learner = learning.Learner(
       policy,
       OPTIMIZERS[name](),
-      lambda x: losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask),
-      lambda x: losses.grpo_advantages(x.rewards, x.groups, shape.sequences // 8),
+      learning.objective("sequence_tis", advantages="grpo"),
       shape,
       mesh,
     )

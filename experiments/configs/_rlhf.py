@@ -7,10 +7,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from async_rl import learning
-from async_rl import losses
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
@@ -36,7 +33,6 @@ class RLHFExperiment(Experiment):
   """
 
   samples: int = 2
-  score_first: bool = True
   reference: bool = True
 
   #: online_dpo, ipo, rloo, proximal_rloo or best_of_n.
@@ -65,20 +61,9 @@ class RLHFExperiment(Experiment):
     super().__post_init__()
     if self.samples < 2:
       raise ValueError(f"samples must be at least 2, since they are compared, got samples={self.samples}.")
-    self.rlhf  # noqa: B018, checks the options
 
-  @property
-  def rlhf(self) -> learning.RLHF:
-    return learning.RLHF(self.method, self.groups, self.beta, self.kl_coefficient, self.kl)
-
-  def loss(self, x: learning.LossInputs) -> losses.PolicyLoss:
-    return self.rlhf.loss(x)
-
-  def advantages(self, x: learning.AdvantageInputs) -> jax.Array:
-    return self.rlhf.advantages(x)
-
-  def aggregate(self, loss: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return self.rlhf.aggregate(loss, mask)
+  def objective(self) -> learning.Objective:
+    return learning.rlhf_objective(self.method, beta=self.beta, kl_coefficient=self.kl_coefficient, kl=self.kl)
 
   def evaluation_config(self) -> sampling.SamplerConfig:
     return dataclasses.replace(self.sampler_config(), group_size=1)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from async_rl import learning
 from async_rl import losses
 from async_rl import stabilizers
 
@@ -79,120 +80,111 @@ def stack(knobs: Sequence[Knobs]) -> Knobs:
   )
 
 
-class LossInputs(NamedTuple):
-  """Arguments of the losses: [B, T] each; *lag* int32, *mask* bool."""
-
-  logprobs: Array
-  behavior: Array
-  advantages: Array
-  mask: Array
-  lag: Array
-
-
-def _plain(loss: losses.PolicyLossFn) -> Callable[[LossInputs], losses.PolicyLoss]:
-  return lambda x: loss(x.logprobs, x.behavior, x.advantages, x.mask)
-
-
-def _m2po(x: LossInputs) -> losses.PolicyLoss:
-  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask)
-  return losses.m2po(*x[:4], threshold=losses.second_moment_threshold(ratios, x.mask))
-
-
-def _recompute(x: LossInputs) -> losses.PolicyLoss:
-  """One update per batch: the weights at its start are the trained ones, and only the behavior weight remains."""
-  return losses.decoupled_ppo(*x[:4], proximal=x.logprobs)
-
-
-def _prefix_tis(x: LossInputs, cap: float = 8.0) -> losses.PolicyLoss:
+def _prefix_tis(
+  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, cap: float = 8.0
+) -> losses.PolicyLoss:
   """Weight of token t: min(Π_{s≤t} ρ_s, cap), the part of the sequence weight that the token's own past explains."""
-  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask)
+  ratios = losses.log_ratios(jax.lax.stop_gradient(logprobs), behavior, mask)
   weights = losses.clamped_exp(jnp.minimum(jnp.cumsum(ratios, axis=1), jnp.log(cap)))
-  return losses.reinforce(x.logprobs, x.behavior, weights * x.advantages, x.mask)
+  return losses.reinforce(logprobs, behavior, weights * advantages, mask)
 
 
-def _tempered_is(x: LossInputs) -> losses.PolicyLoss:
+def _tempered_is(
+  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, log_weights: Array
+) -> losses.PolicyLoss:
   """Weight w^α, mean 1, with the largest α (of 33 in [0, 1]) whose weights have an ESS of `ESS_TARGET` of the batch."""
-  ratios = losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask)
-  tempered = jnp.linspace(0.0, 1.0, 33)[:, None] * losses.sequence_log_weights(ratios)[None, :]
+  tempered = jnp.linspace(0.0, 1.0, 33)[:, None] * log_weights[None, :]
   reached = jax.vmap(stabilizers.ess_ratio)(tempered) >= ESS_TARGET
   logs = tempered[jnp.max(jnp.where(reached, jnp.arange(33), 0))]
   weights = jax.nn.softmax(logs) * logs.size
-  return losses.reinforce(x.logprobs, x.behavior, weights[:, None] * x.advantages, x.mask)
+  return losses.reinforce(logprobs, behavior, weights[:, None] * advantages, mask)
 
 
-def _dppo(x: LossInputs, bound: float = 0.2, cap: float = 20.0) -> losses.PolicyLoss:
+def _dppo(
+  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, bound: float = 0.2, cap: float = 20.0
+) -> losses.PolicyLoss:
   """DPPO's total-variation form (arXiv 2602.04879): a token counts unless it has moved too far the way A pushes it."""
-  logprobs = jax.lax.stop_gradient(x.logprobs)
-  weights = losses.clamped_exp(jnp.minimum(losses.log_ratios(logprobs, x.behavior, x.mask), jnp.log(cap)))
-  moved = jnp.exp(logprobs) - jnp.exp(x.behavior)
-  kept = jnp.where(x.advantages > 0, moved <= bound, moved >= -bound)
-  return losses.reinforce(x.logprobs, x.behavior, weights * kept * x.advantages, x.mask)
+  current = jax.lax.stop_gradient(logprobs)
+  weights = losses.clamped_exp(jnp.minimum(losses.log_ratios(current, behavior, mask), jnp.log(cap)))
+  moved = jnp.exp(current) - jnp.exp(behavior)
+  kept = jnp.where(advantages > 0, moved <= bound, moved >= -bound)
+  return losses.reinforce(logprobs, behavior, weights * kept * advantages, mask)
 
 
-def _sapo(x: LossInputs, positive: float = 1.0, negative: float = 1.05) -> losses.PolicyLoss:
+def _sapo(
+  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, positive: float = 1.0, negative: float = 1.05
+) -> losses.PolicyLoss:
   """SAPO (arXiv 2511.20347): a soft gate of the token's ratio in the place of a clip; its gradient, as a weight."""
-  ratios = losses.clamped_exp(losses.log_ratios(jax.lax.stop_gradient(x.logprobs), x.behavior, x.mask))
-  sharpness = jnp.where(x.advantages > 0, positive, negative)
+  ratios = losses.clamped_exp(losses.log_ratios(jax.lax.stop_gradient(logprobs), behavior, mask))
+  sharpness = jnp.where(advantages > 0, positive, negative)
   gate = jax.nn.sigmoid(sharpness * (ratios - 1.0))
   weights = 4.0 * gate * (1.0 - gate) * ratios  # d/dlog p of sigmoid(tau (r - 1)) * 4 / tau
-  return losses.reinforce(x.logprobs, x.behavior, weights * x.advantages, x.mask)
+  return losses.reinforce(logprobs, behavior, weights * advantages, mask)
 
 
-LOSSES: dict[str, Callable[[LossInputs], losses.PolicyLoss]] = {
-  "reinforce": _plain(losses.reinforce),
-  "token_tis": _plain(losses.token_tis),
-  "sequence_tis": _plain(losses.sequence_tis),
-  "ppo": _plain(losses.ppo_clip),
-  "recompute": _recompute,
-  "a3po": lambda x: losses.a3po(*x[:4], lag=x.lag),
-  "gspo": _plain(losses.gspo),
-  "cispo": _plain(losses.cispo),
-  "topr": _plain(losses.topr),
-  "m2po": _m2po,
+#: Losses as objectives take them. There is one update per batch, so that of the weights of `decoupled_ppo`, whose
+#: proximal policy is the one at the batch's start, only the behavior weight remains.
+LOSSES: dict[str, losses.PolicyLossFn] = {
+  "reinforce": losses.reinforce,
+  "token_tis": losses.token_tis,
+  "sequence_tis": losses.sequence_tis,
+  "ppo": losses.ppo_clip,
+  "recompute": losses.decoupled_ppo,
+  "a3po": losses.a3po,
+  "gspo": losses.gspo,
+  "cispo": losses.cispo,
+  "topr": losses.topr,
+  "m2po": losses.m2po,
   # Not from a paper of the list.
-  "sequence_tis_1": _plain(functools.partial(losses.sequence_tis, cap=1.0)),
-  "gspo_wide": _plain(functools.partial(losses.gspo, low=0.03, high=0.03)),
-  "sequence_ppo": _plain(functools.partial(losses.proximal_rloo, low=0.5, high=1.0)),
+  "sequence_tis_1": functools.partial(losses.sequence_tis, cap=1.0),
+  "gspo_wide": functools.partial(losses.gspo, low=0.03, high=0.03),
+  "sequence_ppo": functools.partial(losses.proximal_rloo, low=0.5, high=1.0),
   "prefix_tis": _prefix_tis,
   "tempered_is": _tempered_is,
   "dppo": _dppo,
   "sapo": _sapo,
 }
 
-BASELINES = ("mean", "opob", "importance_mean", "maxrl")
+
+def _maxrl(rewards: Array, groups: Array, num_groups: int) -> Array:
+  """MaxRL (arXiv 2602.02710): the distance to the group's mean, over that mean."""
+  centered = losses.grpo_advantages(rewards, groups, num_groups, normalize_std=False)
+  return losses.divide_or_zero(centered, rewards - centered)
 
 
-def coefficients(loss: int | Array, inputs: LossInputs) -> Array:
-  """∂(mean over sequences of token means)/∂logprobs under the loss with index *loss*, [B, T]."""
+BASELINES: dict[str, Callable[..., Array]] = {
+  "mean": losses.ADVANTAGES["dr_grpo"],
+  "opob": losses.opob_advantages,
+  "importance_mean": losses.importance_mean_advantages,
+  "maxrl": _maxrl,
+}
+
+
+def coefficients(loss: int | Array, logprobs: Array, advantages: Array, batch: learning.BatchQuantities) -> Array:
+  """Returns ∂(mean over sequences of token means)/∂logprobs under the loss with index *loss*, [B, T]."""
 
   def one(fn):
-    def mean_loss(logprobs):
-      out = fn(inputs._replace(logprobs=logprobs))
-      return losses.divide_or_zero(*losses.aggregate(out.loss, inputs.mask, "sequence_mean"))
+    objective = learning.Objective(fn, losses.reinforce_advantages)
+    options = objective.loss_options(batch)
 
-    return jax.grad(mean_loss)(inputs.logprobs)
+    def mean_loss(logprobs):
+      out = objective.loss(logprobs, batch.behavior, advantages, batch.mask, **options)
+      return objective.mean(out.loss, batch.mask)
+
+    return jax.grad(mean_loss)(logprobs)
 
   return jnp.stack([one(fn) for fn in LOSSES.values()])[loss]
 
 
-def advantages(
-  knobs: Knobs, rewards: Array, groups: Array, num_groups: int, ratios: Array, squared_norms: Array
-) -> Array:
-  """Advantages of every token, [B, T]: the chosen baseline, then the anchors. *ratios* [B, T] are log-ratios."""
-  logs = losses.sequence_log_weights(ratios)
-  centered = losses.grpo_advantages(rewards, groups, num_groups, normalize_std=False)
+def advantages(knobs: Knobs, batch: learning.BatchQuantities) -> Array:
+  """Returns the advantages of every token, [B, T]: the chosen baseline, then the anchors."""
   by_baseline = jnp.stack(
-    [
-      centered,
-      losses.opob_advantages(rewards, groups, num_groups, log_weights=logs, squared_norms=squared_norms),
-      losses.importance_mean_advantages(rewards, groups, num_groups, log_weights=logs),
-      losses.divide_or_zero(centered, rewards - centered),  # MaxRL (arXiv 2602.02710): over the group's mean
-    ]
+    [learning.Objective(losses.reinforce, baseline).make_advantages(batch) for baseline in BASELINES.values()]
   )
-  bounded = jnp.clip(logs, -losses.LOG_CLAMP, losses.LOG_CLAMP)
-  drift = losses.grpo_advantages(bounded, groups, num_groups, normalize_std=False)
+  bounded = jnp.clip(batch.log_weights, -losses.LOG_CLAMP, losses.LOG_CLAMP)
+  drift = losses.grpo_advantages(bounded, batch.groups, batch.groups.shape[0], normalize_std=False)
   per_sequence = by_baseline[knobs.baseline] - knobs.anchor * drift
-  return per_sequence[:, None] - knobs.token_anchor * jnp.clip(ratios, -losses.LOG_CLAMP, losses.LOG_CLAMP)
+  return per_sequence[:, None] - knobs.token_anchor * jnp.clip(batch.log_ratios, -losses.LOG_CLAMP, losses.LOG_CLAMP)
 
 
 class ServoState(NamedTuple):
@@ -242,7 +234,7 @@ def _method(loss: str, *parts: dict[str, Any], **knobs: Any) -> dict[str, Any]:
 
 ESS = {"ess_power": 0.5}
 GAC = {"align_low": 0.2, "align_high": 0.8}
-OPOB = {"baseline": BASELINES.index("opob")}
+OPOB = {"baseline": list(BASELINES).index("opob")}
 
 #: The baseline without lag, and with heavier momentum for the candidates that use it.
 SYNC = {
@@ -297,7 +289,7 @@ CANDIDATES = {
   "seq TIS cap 1 + ESS": _method("sequence_tis_1", ESS),
   "prefix TIS + ESS": _method("prefix_tis", ESS),
   "tempered IS + ESS": _method("tempered_is", ESS),
-  "importance mean + ESS": _method("sequence_tis", ESS, baseline=BASELINES.index("importance_mean")),
+  "importance mean + ESS": _method("sequence_tis", ESS, baseline=list(BASELINES).index("importance_mean")),
   "TOPR + ESS": _method("topr", ESS),
   "wide GSPO + ESS": _method("gspo_wide", ESS),
   "sequence PPO": _method("sequence_ppo"),
@@ -353,7 +345,7 @@ MOMENTUM_EXACT = {
 TOKEN_WEIGHTS = {
   "DPPO": _method("dppo"),
   "SAPO": _method("sapo"),
-  "PPO, MaxRL": _method("ppo", baseline=BASELINES.index("maxrl")),
+  "PPO, MaxRL": _method("ppo", baseline=list(BASELINES).index("maxrl")),
 }
 
 #: Controls: a knob of the first method is measured and given to a run of the second, at the same lag, rate and seed.

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import sampling
@@ -211,14 +212,12 @@ class Runner:
       return stats.logprobs, stats
 
     logprobs, pull, stats = jax.vjp(score, weights, has_aux=True)
-    ratios = losses.log_ratios(logprobs, drawn.logprobs, mask)
-    if self.exact_norms:
-      norms = self.squared_norms(weights, prompts, drawn)
-    else:
-      norms = losses.squared_norms_by_logits(logprobs, stats.sum_squares, mask)
-    advantages = methods.advantages(knobs, rewards, self.groups, self.setting.groups, ratios, norms)
-    inputs = methods.LossInputs(logprobs, drawn.logprobs, advantages, mask, jnp.broadcast_to(lag, mask.shape))
-    coefficients = methods.coefficients(knobs.loss, inputs)
+    lags = jnp.broadcast_to(lag, mask.shape)
+    batch = learning.BatchQuantities(rewards, self.groups, mask, drawn.logprobs, lags, stats)
+    norms = self.squared_norms(weights, prompts, drawn) if self.exact_norms else batch.squared_logit_norms
+    batch = batch._replace(squared_norms=norms)
+    advantages = methods.advantages(knobs, batch)
+    coefficients = methods.coefficients(knobs.loss, logprobs, advantages, batch)
     (gradient,) = pull(coefficients)
     per_token = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)
     kl = losses.kl_estimate(drawn.logprobs, logprobs, mask, estimator="k3")
@@ -229,7 +228,7 @@ class Runner:
       "clipped": per_token((coefficients == 0) & (advantages != 0)),
       "ended": jnp.mean(~mask[:, -1] | (drawn.tokens[:, -1] == self.setting.end)),
     }
-    return gradient, losses.sequence_log_weights(ratios), metrics
+    return gradient, batch.log_weights, metrics
 
   def squared_norms(self, weights: Array, prompts: Array, drawn: Drawn) -> Array:
     """Returns ‖∇ log π(τ_i)‖² of every sequence, exactly, [B]."""

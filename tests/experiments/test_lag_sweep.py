@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 
+from async_rl import learning
 from async_rl import losses
+from async_rl import models
 from async_rl import tasks
 from async_rl.types import LENGTH
 from async_rl.types import STOP
@@ -133,14 +135,15 @@ def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, name):
   runner, weights, prompts, completions = drawn
   moved = weights * 1.02
   rewards = jax.random.normal(jax.random.key(2), (prompts.shape[0],))
-  advantages = losses.grpo_advantages(rewards, runner.groups, TINY.groups, normalize_std=False)[:, None]
-  mask = completions.mask
+  objective = learning.Objective(methods.LOSSES[name], losses.ADVANTAGES["dr_grpo"])
+  mask, behavior = completions.mask, completions.logprobs
 
   def loss(weights):
-    logprobs = runner.score(weights, prompts, completions.tokens).logprobs
-    lag = jnp.full(mask.shape, 3)
-    inputs = methods.LossInputs(logprobs, completions.logprobs, advantages * jnp.ones(mask.shape), mask, lag)
-    return losses.divide_or_zero(*losses.aggregate(methods.LOSSES[name](inputs).loss, mask, "sequence_mean"))
+    stats = runner.score(weights, prompts, completions.tokens)
+    batch = learning.BatchQuantities(rewards, runner.groups, mask, behavior, jnp.full(mask.shape, 3), stats)
+    advantages = objective.make_advantages(batch)[:, None] * jnp.ones(mask.shape)
+    out = objective.loss(stats.logprobs, behavior, advantages, mask, **objective.loss_options(batch))
+    return objective.mean(out.loss, mask)
 
   wanted = jax.jit(jax.grad(loss))(moved)
   runner = runs.Runner(TINY, "float32", max_lag=4)
@@ -158,19 +161,32 @@ def test_exact_norms_are_those_of_single_trajectories(drawn):
   np.testing.assert_allclose(got[3], jnp.sum(jax.grad(logprob)(weights) ** 2), rtol=1e-3)
 
 
+def batch_with(logprobs, rewards, behavior=None):
+  """One group of sequences whose tokens have these log-probabilities."""
+  zeros, ones = jnp.zeros(logprobs.shape), jnp.ones(rewards.shape)
+  return learning.BatchQuantities(
+    rewards=rewards,
+    groups=jnp.zeros(rewards.shape, jnp.int32),
+    mask=zeros == 0,
+    behavior=zeros if behavior is None else behavior,
+    lag=jnp.ones(logprobs.shape, jnp.int32),
+    stats=models.TokenStats(logprobs, zeros, zeros),
+    squared_norms=ones,
+  )
+
+
 def test_the_anchor_pulls_towards_the_behavior_policy():
   ratios = jnp.array([[0.5, 0.5], [-0.5, 0.5]])  # log-weights 1 and 0
   knobs = methods.Knobs(anchor=0.1, token_anchor=0.2)
-  got = methods.advantages(knobs, jnp.array([1.0, 0.0]), jnp.zeros(2, jnp.int32), 1, ratios, jnp.ones(2))
+  got = methods.advantages(knobs, batch_with(ratios, jnp.array([1.0, 0.0])))
   np.testing.assert_allclose(got, [[0.45 - 0.1, 0.45 - 0.1], [-0.45 + 0.1, -0.45 - 0.1]], rtol=1e-5)
 
 
 def test_tempered_weights_keep_half_of_the_batch():
   logs = jnp.array([0.0, 0.0, 0.0, 6.0])  # untempered, one sequence is everything
-  shape = (4, 1)
-  inputs = methods.LossInputs(logs[:, None], jnp.zeros(shape), jnp.ones(shape), jnp.ones(shape, bool), jnp.ones(shape))
   index = jnp.int32(list(methods.LOSSES).index("tempered_is"))
-  weights = -4 * methods.coefficients(index, inputs)[:, 0]
+  batch = batch_with(logs[:, None], jnp.ones(4))
+  weights = -4 * methods.coefficients(index, logs[:, None], jnp.ones((4, 1)), batch)[:, 0]
   np.testing.assert_allclose(jnp.mean(weights), 1.0, rtol=1e-5)
   assert 0.5 <= float(losses.ess_ratio(jnp.log(weights), jnp.ones(4, bool))) < 0.65
   assert weights[3] > weights[0]
@@ -401,8 +417,8 @@ def _coefficient(loss: str, ratio: float, behavior: float, advantage: float) -> 
   """The coefficient of a single token with the given probability under the sampler."""
   row = lambda x: jnp.full((1, 1), x)
   logprob = math.log(behavior * ratio)
-  inputs = methods.LossInputs(row(logprob), row(math.log(behavior)), row(advantage), jnp.ones((1, 1), bool), row(1))
-  return float(methods.coefficients(list(methods.LOSSES).index(loss), inputs)[0, 0])
+  batch = batch_with(row(logprob), jnp.ones(1), behavior=row(math.log(behavior)))
+  return float(methods.coefficients(list(methods.LOSSES).index(loss), row(logprob), row(advantage), batch)[0, 0])
 
 
 @pytest.mark.parametrize(
@@ -430,8 +446,8 @@ def test_sapos_weight_is_the_gradient_of_its_gate(advantage, sharpness):
 
 def test_maxrl_divides_by_the_groups_mean():
   rewards, groups = jnp.array([1.0, 0, 0, 0, 0, 0]), jnp.array([0, 0, 0, 0, 1, 1])
-  knobs = methods.Knobs(baseline=methods.BASELINES.index("maxrl"))
-  got = methods.advantages(knobs, rewards, groups, 2, jnp.zeros((6, 1)), jnp.ones(6))
+  knobs = methods.Knobs(baseline=list(methods.BASELINES).index("maxrl"))
+  got = methods.advantages(knobs, batch_with(jnp.zeros((6, 1)), rewards)._replace(groups=groups))
   np.testing.assert_allclose(got[:, 0], [3, -1, -1, -1, 0, 0], rtol=1e-5)  # no success, no gradient
 
 

@@ -14,6 +14,8 @@ import time
 import jax
 import pytest
 
+from async_rl import learning
+from async_rl import losses
 from async_rl import models
 from async_rl import recording
 from async_rl import runtime
@@ -210,10 +212,13 @@ def test_missing_data_is_one_sentence(tmp_path, capsys):
 def test_an_error_in_a_users_loss_keeps_its_traceback(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
-  def loss(self, x):
+  def loss(logprobs, behavior, advantages, mask):
     raise ValueError("of the user")
 
-  monkeypatch.setattr(importlib.import_module("experiments.configs.quickstart").Config, "loss", loss)
+  objective = learning.Objective(loss, losses.rloo_advantages)
+  monkeypatch.setattr(
+    importlib.import_module("experiments.configs.quickstart").Config, "objective", lambda self: objective
+  )
   monkeypatch.setattr(
     importlib.import_module("experiments.configs.quickstart").Config, "start", lambda self, parts: None
   )

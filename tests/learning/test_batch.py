@@ -2,41 +2,12 @@
 
 import numpy as np
 import pytest
+from learning_helpers import make_groups
 
 from async_rl import learning
 from async_rl.types import LENGTH
 from async_rl.types import NO_GROUP
 from async_rl.types import NO_VERSION
-from async_rl.types import STOP
-from async_rl.types import Completion
-from async_rl.types import Group
-from async_rl.types import Prompt
-from async_rl.types import Request
-
-
-def make_groups(seed=0, groups=4, samples=4, prompt=(1, 8), completion=(1, 12), vocab=32):
-  """Random groups of ragged lengths."""
-  rng = np.random.default_rng(seed)
-  made = []
-  for g in range(groups):
-    prompt_tokens = rng.integers(0, vocab, rng.integers(*prompt)).astype(np.int32)
-    completions = []
-    for k in range(samples):
-      size = int(rng.integers(*completion))
-      completions.append(
-        Completion(
-          ticket=g,
-          sample=k,
-          tokens=rng.integers(0, vocab, size).astype(np.int32),
-          logprobs=-3 * rng.random(size).astype(np.float32),
-          versions=rng.integers(0, 3, size).astype(np.int32),
-          mask=rng.random(size) < 0.9,
-          finish=STOP if rng.random() < 0.7 else LENGTH,
-        )
-      )
-    request = Request(g, prompt_tokens, Prompt(g, "", None))
-    made.append(Group(request, tuple(completions), rng.random(samples).astype(np.float32)))
-  return made
 
 
 @pytest.mark.parametrize("row_tokens", [20, 33, 64])

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import optax
-from test_batch import make_groups
-from test_learner import make_learner
-from test_learner import shape_of
+from learning_helpers import make_groups
+from learning_helpers import make_learner
+from learning_helpers import shape_of
 from test_lora import ADAPTED
 from test_lora import base
 

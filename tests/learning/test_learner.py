@@ -8,59 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_batch import make_groups
+from learning_helpers import CONFIG
+from learning_helpers import POLICY
+from learning_helpers import assert_same
+from learning_helpers import make_groups
+from learning_helpers import make_learner
+from learning_helpers import make_mesh
+from learning_helpers import run
+from learning_helpers import shape_of
+from learning_helpers import stabilized
 
 from async_rl import learning
 from async_rl import losses
 from async_rl import models
-from async_rl import stabilizers
-
-CONFIG = models.ModelConfig(
-  vocab_size=32, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, qk_norm=True
-)
-POLICY = models.Policy(CONFIG, dtype="float32", attention="xla")
-
-
-def make_mesh(data=1, fsdp=1, tensor=1):
-  shape = (data, fsdp, tensor)
-  types = (jax.sharding.AxisType.Auto,) * 3
-  return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=types, devices=jax.devices()[: np.prod(shape)])
-
-
-def stabilized(optimizer):
-  """Every stabilizer, and no skips."""
-  return stabilizers.control_alignment(
-    optax.chain(optax.clip_by_global_norm(1.0), optimizer, stabilizers.scale_by_ess()), high=2.0
-  )
-
-
-def make_learner(shape, mesh=None, optimizer=None, policy=POLICY, method="sequence_mean", groups=4, **options):
-  return learning.Learner(
-    policy,
-    optimizer or stabilized(optax.sgd(0.1)),  # Adam's first steps are signs, and signs amplify rounding
-    lambda x: losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask),
-    lambda x: losses.grpo_advantages(x.rewards, x.groups, groups),
-    shape,
-    mesh or make_mesh(),
-    aggregate=functools.partial(losses.aggregate, method=method),
-    **options,
-  )
-
-
-def shape_of(rows=4, row_tokens=20, **options):
-  return learning.BatchShape(sequences=16, row_tokens=row_tokens, rows=rows, completion_tokens=12, **options)
-
-
-def run(learner, groups, steps=2):
-  state = learner.init(jax.random.key(0))
-  for _ in range(steps):
-    state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
-  return jax.device_get(state.params), {k: float(v) for k, v in metrics.items()}
-
-
-def assert_same(a, b, tolerance=1e-5):
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(np.abs(y).max())))
 
 
 def direct_gradient(params, groups, temperature, method):
@@ -90,7 +50,10 @@ def direct_gradient(params, groups, temperature, method):
 def test_gradient_is_that_of_the_written_out_loss(method):
   groups, temperature = make_groups(), 0.7
   learner = make_learner(
-    shape_of(rows=2, row_tokens=40), optimizer=optax.sgd(1.0), method=method, temperature=temperature
+    shape_of(rows=2, row_tokens=40),
+    optimizer=optax.sgd(1.0),
+    objective=learning.objective("sequence_tis", advantages="grpo", aggregate=method),
+    temperature=temperature,
   )
   state = learner.init(jax.random.key(0))
   before = jax.device_get(state.params)
@@ -208,27 +171,14 @@ def test_lag_is_counted_from_the_oldest_token():
   assert float(metrics["staleness/mean"]) == pytest.approx(5 - versions.mean())
 
 
-def test_scoring_first_hands_the_loss_the_same_log_probabilities():
-  seen = {}
+def test_the_proximal_log_probabilities_are_those_that_the_loss_sees():
+  def loss(logprobs, behavior, advantages, mask, *, proximal):
+    out = losses.reinforce(logprobs, behavior, advantages, mask)
+    difference = jnp.where(mask, jnp.abs(proximal - logprobs), 0.0)
+    return out._replace(loss=jax.lax.stop_gradient(difference) + 0.0 * logprobs)
 
-  def loss(x):
-    seen["anchor"] = x.anchor is not None
-    out = losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask)
-    difference = jnp.where(x.mask, jnp.abs(x.anchor - x.logprobs), 0.0)
-    return out._replace(loss=jax.lax.stop_gradient(difference) + 0.0 * x.logprobs)
-
-  learner = learning.Learner(
-    POLICY,
-    optax.sgd(0.0),
-    loss,
-    lambda x: x.rewards,
-    shape_of(),
-    make_mesh(),
-    aggregate=functools.partial(losses.aggregate, method="token_mean"),
-    score_first=True,
-  )
-  _, metrics = run(learner, make_groups(), steps=1)
-  assert seen["anchor"]
+  objective = learning.Objective(loss, losses.reinforce_advantages, learning.AGGREGATIONS["token_mean"])
+  _, metrics = run(make_learner(shape_of(), optimizer=optax.sgd(0.0), objective=objective), make_groups(), steps=1)
   assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -242,19 +192,8 @@ def test_advantages_can_use_the_current_policy():
   groups, shape = make_groups(), shape_of()
   batch = learning.pack(groups, shape)
 
-  def opob(x):
-    norms = losses.squared_norms_by_logits(x.stats.logprobs, x.stats.sum_squares, x.mask)
-    return losses.opob_advantages(x.rewards, x.groups, 4, log_weights=x.log_weights, squared_norms=norms)
-
-  learner = learning.Learner(
-    POLICY,
-    optax.sgd(0.0),
-    lambda x: losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask),
-    opob,
-    shape,
-    make_mesh(),
-    score_first=True,
-  )
+  objective = learning.objective("reinforce", advantages="opob_by_logits")
+  learner = make_learner(shape, optimizer=optax.sgd(0.0), objective=objective)
   state = learner.init(jax.random.key(0))
   params = jax.device_get(state.params)
   _, metrics = learner.step(state, learner.put(batch))

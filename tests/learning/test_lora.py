@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_batch import make_groups
-from test_learner import POLICY
-from test_learner import assert_same
-from test_learner import make_learner
-from test_learner import make_mesh
-from test_learner import run
-from test_learner import shape_of
-from test_learner import stabilized
+from learning_helpers import POLICY
+from learning_helpers import assert_same
+from learning_helpers import make_groups
+from learning_helpers import make_learner
+from learning_helpers import make_mesh
+from learning_helpers import run
+from learning_helpers import shape_of
+from learning_helpers import stabilized
 
 from async_rl import learning
 from async_rl import models

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_batch import make_groups
-from test_learner import POLICY
-from test_learner import make_mesh
-from test_learner import shape_of
+from learning_helpers import POLICY
+from learning_helpers import make_groups
+from learning_helpers import make_learner
+from learning_helpers import make_mesh
+from learning_helpers import shape_of
 
 from async_rl import learning
-from async_rl import losses
 from async_rl import models
 from async_rl.learning._norms import squared_gradient_norms
 
@@ -79,16 +79,9 @@ def test_the_learner_offers_them_to_opob(groups, expected):
   rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
   weight = (np.exp(2 * log_weights) * norms).reshape(4, 4)
   baseline = (weight * rewards.reshape(4, 4)).sum(1) / weight.sum(1)
-  learner = learning.Learner(
-    POLICY,
-    optax.sgd(0.1),
-    lambda x: losses.sequence_tis(x.logprobs, x.behavior, x.advantages, x.mask),
-    lambda x: losses.opob_advantages(x.rewards, x.groups, 4, log_weights=x.log_weights, squared_norms=x.squared_norms),
-    shape_of(),
-    make_mesh(),
-    score_first=True,
-    norm_tokens=LONGEST,
-  )
+  objective = learning.objective("sequence_tis", advantages="opob")
+  learner = make_learner(shape_of(prompt_tokens=7), optimizer=optax.sgd(0.1), objective=objective)
+  assert learner.shape.sequence_tokens == LONGEST
   batch = learner.put(learning.pack(groups, learner.shape))
   _, metrics = learner.step(learner.init(jax.random.key(0)), batch)
   advantages = rewards - np.repeat(baseline, 4)

@@ -5,14 +5,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import learning_helpers
 import numpy as np
 import optax
 import pytest
-from test_batch import make_groups
-from test_learner import POLICY
-from test_learner import assert_same
-from test_learner import make_mesh
-from test_learner import shape_of
+from learning_helpers import POLICY
+from learning_helpers import assert_same
+from learning_helpers import make_groups
+from learning_helpers import make_mesh
+from learning_helpers import shape_of
 
 from async_rl import learning
 from async_rl import losses
@@ -32,17 +33,9 @@ def groups():
   return [*made[:-1], made[-1]._replace(rewards=np.ones(SAMPLES, np.float32))]
 
 
-def make_learner(rlhf, shape=None, mesh=None, reference=1, optimizer=None, policy=POLICY):
-  learner = learning.Learner(
-    policy,
-    optimizer or optax.sgd(1.0),
-    rlhf.loss,
-    rlhf.advantages,
-    shape or shape_of(rows=2, row_tokens=40),
-    mesh or make_mesh(),
-    aggregate=rlhf.aggregate,
-    temperature=0.7,
-    score_first=True,
+def make_learner(objective, shape=None, mesh=None, reference=1, optimizer=None, policy=POLICY):
+  learner = learning_helpers.make_learner(
+    shape or shape_of(rows=2, row_tokens=40), mesh, optimizer or optax.sgd(1.0), policy, objective, temperature=0.7
   )
   if reference is not None:
     learner.set_reference(params_of(reference))
@@ -144,7 +137,7 @@ def expected_gradients():
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_is_that_of_the_loss_over_whole_sequences(name):
-  learner = make_learner(learning.RLHF(groups=GROUPS, **CASES[name][0]))
+  learner = make_learner(learning.rlhf_objective(**CASES[name][0]))
   assert int(batch().used) > 2
   assert any(len(set(batch().micro[SAMPLES * g : SAMPLES * (g + 1)])) > 1 for g in range(GROUPS))  # torn apart
   found, _ = gradient_of(learner)
@@ -155,19 +148,19 @@ def test_gradient_is_that_of_the_loss_over_whole_sequences(name):
 
 
 def test_the_distance_to_the_reference_is_that_of_whole_sequences():
-  _, metrics = one_step(make_learner(learning.RLHF("online_dpo", GROUPS)))
+  _, metrics = one_step(make_learner(learning.rlhf_objective("online_dpo")))
   b = batch()
   expected = np.where(b.mask, b.logprobs - reference(), 0.0).sum(1)[b.mask.any(1)].mean()
   assert metrics["kl/reference"] == pytest.approx(expected, rel=1e-5)
   np.testing.assert_allclose(
-    make_learner(learning.RLHF("ipo", GROUPS)).score_reference(params_of(0), b) * b.mask, reference(), atol=1e-5
+    make_learner(learning.rlhf_objective("ipo")).score_reference(params_of(0), b) * b.mask, reference(), atol=1e-5
   )
 
 
 def test_the_reference_stays_while_the_policy_moves_on_a_mesh_as_on_one_device():
-  rlhf, mesh = learning.RLHF("online_dpo", GROUPS), make_mesh(data=2, fsdp=2, tensor=2)
+  objective, mesh = learning.rlhf_objective("online_dpo"), make_mesh(data=2, fsdp=2, tensor=2)
   results = []
-  for learner in (make_learner(rlhf), make_learner(rlhf, shape_of(rows=4), mesh)):
+  for learner in (make_learner(objective), make_learner(objective, shape_of(rows=4), mesh)):
     before = jax.device_get(
       learner.score_reference(params_of(0), batch() if not results else learning.pack(groups(), learner.shape))
     )
@@ -182,7 +175,7 @@ def test_the_reference_stays_while_the_policy_moves_on_a_mesh_as_on_one_device()
 
 
 def test_the_reference_is_kept_in_the_compute_dtype():
-  learner = make_learner(learning.RLHF("rloo", GROUPS))
+  learner = make_learner(learning.rlhf_objective("rloo"))
   learner.policy = models.Policy(POLICY.config, dtype="bfloat16", mesh=learner.mesh)
   learner.set_reference(params_of(1))
   dtypes = {str(x.dtype) for x in jax.tree.leaves(learner._reference)}
@@ -192,8 +185,8 @@ def test_the_reference_is_kept_in_the_compute_dtype():
 
 def test_with_adapters_the_reference_is_nothing_but_other_adapters():
   """It costs as much memory, and before the first step it is the policy."""
-  rlhf, policy = learning.RLHF("online_dpo", GROUPS), dataclasses.replace(POLICY, lora=models.LoRA(rank=2))
-  learner = make_learner(rlhf, reference=None, policy=policy, optimizer=optax.sgd(100.0))
+  objective, policy = learning.rlhf_objective("online_dpo"), dataclasses.replace(POLICY, lora=models.LoRA(rank=2))
+  learner = make_learner(objective, reference=None, policy=policy, optimizer=optax.sgd(100.0))
   state = learner.init(jax.random.key(0), params_of(1))
   learner.set_reference(state.params)
   assert list(learner._reference) == ["adapters"]
@@ -202,31 +195,12 @@ def test_with_adapters_the_reference_is_nothing_but_other_adapters():
   np.testing.assert_allclose(learner.score_reference(state.params, batch()) * batch().mask, reference(), atol=1e-5)
 
 
-def test_a_scoring_pass_that_is_not_used_costs_nothing():
-  def flops(score_first, advantages):
-    learner = learning.Learner(
-      POLICY,
-      optax.sgd(1.0),
-      lambda x: losses.reinforce(x.logprobs, x.behavior, x.advantages, x.mask),
-      advantages,
-      shape_of(),
-      make_mesh(),
-      score_first=score_first,
-    )
-    batch_ = learner.put(learning.pack(groups(), learner.shape))
-    return learner._step.lower(learner.init(jax.random.key(0)), batch_, None).compile().cost_analysis()["flops"]
-
-  plain = flops(False, lambda x: x.rewards)
-  assert flops(True, lambda x: x.rewards) == plain
-  assert flops(True, lambda x: x.log_weights) > 1.2 * plain
-
-
 def test_what_is_missing_is_named():
-  with pytest.raises(ValueError, match="ipo needs a learner with a reference policy"):
-    one_step(make_learner(learning.RLHF("ipo", GROUPS), reference=None))
+  with pytest.raises(ValueError, match="objective needs a reference policy; .* set_reference"):
+    one_step(make_learner(learning.rlhf_objective("ipo"), reference=None))
   with pytest.raises(ValueError, match="set_reference"):
-    make_learner(learning.RLHF("ipo", GROUPS), reference=None).score_reference(params_of(0), batch())
+    make_learner(learning.rlhf_objective("ipo"), reference=None).score_reference(params_of(0), batch())
   with pytest.raises(ValueError, match="one of online_dpo, ipo, .* method='dpo'"):
-    learning.RLHF("dpo", GROUPS)
+    learning.rlhf_objective("dpo")
   with pytest.raises(ValueError, match="kl='k3'"):
-    learning.RLHF("rloo", GROUPS, kl="k3")
+    learning.rlhf_objective("rloo", kl="k3")

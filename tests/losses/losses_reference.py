@@ -175,13 +175,13 @@ def gradient(reference, lp, mu, advantages, mask, cotangent, step=1e-6, **option
 
 
 def second_moment_threshold(log_ratios, mask, budget):
-  """Rejects the largest squares (equal ones together) until the mean of the rest fits; the least rejected, or inf."""
+  """Rejects the largest squares (equal ones together) until the mean of the rest fits: halfway to them, or inf."""
   kept = sorted(float(x) ** 2 for x in log_ratios[mask])
   threshold = math.inf
   while kept and sum(kept) / len(kept) > budget:
     threshold = kept[-1]
     kept = [x for x in kept if x < threshold]
-  return threshold
+  return ((kept[-1] if kept else 0.0) + threshold) / 2
 
 
 def aggregate(loss, mask, method, max_length=None, count_empty=False):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from tiny import Tiny
 
-from async_rl import losses
+from async_rl import learning
 from async_rl import recording
 from async_rl import runtime
 from async_rl import stabilizers
@@ -16,18 +16,12 @@ from async_rl import stabilizers
 class Recipe(Tiny):
   """Like the example in lag_sweep.md."""
 
-  exact_norms: bool = True
-
   def optimizer(self):
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.learning_rate, b1=0.97))
     return stabilizers.lead_by_momentum(inner, self.lag_bound)
 
-  def loss(self, x):
-    return losses.proximal_rloo(x.logprobs, x.behavior, x.advantages, x.mask, low=0.5, high=1.0)
-
-  def advantages(self, x):
-    weights = dict(log_weights=x.log_weights, squared_norms=x.squared_norms)
-    return losses.opob_advantages(x.rewards, x.groups, self.groups, **weights)
+  def objective(self):
+    return learning.objective("proximal_rloo", advantages="opob", low=0.5, high=1.0)
 
 
 def test_the_recipe_learns_at_a_lag(tmp_path):

@@ -35,7 +35,6 @@ class Words(Tiny):
   generation_devices: int = 4
   letters: int = 4
   reference: bool = True
-  score_first: bool = True
   learning_rate: float = 1e-3
   lora_rank: int = 0
 
@@ -52,18 +51,8 @@ class Words(Tiny):
   def optimizer(self):
     return optax.adam(self.learning_rate)
 
-  @property
-  def rlhf(self):
-    return learning.RLHF("online_dpo", self.groups)
-
-  def loss(self, x):
-    return self.rlhf.loss(x)
-
-  def advantages(self, x):
-    return self.rlhf.advantages(x)
-
-  def aggregate(self, loss, mask):
-    return self.rlhf.aggregate(loss, mask)
+  def objective(self):
+    return learning.rlhf_objective("online_dpo")
 
   def evaluation_config(self):
     return dataclasses.replace(super().evaluation_config(), temperature=self.temperature)
@@ -173,10 +162,7 @@ def test_gradient_is_that_of_the_pair_loss():
   learner = _reward_model._make_learner(parts, model, 1.0, count)
   groups = [next(_reward_model._batches(parts, [pair], np.random.default_rng(0))) for pair in pairs]
   shape = dataclasses.replace(learner.shape, rows=4, row_tokens=24)
-  sgd = learning.Learner(
-    model, optax.sgd(1.0), learner._loss, learner._advantages, shape, parts.meshes.learner,
-    aggregate=learner._aggregate, score_first=True, score=learner._score,
-  )  # fmt: skip
+  sgd = learning.Learner(model, optax.sgd(1.0), learner.objective, shape, parts.meshes.learner, score=learner._score)
   batch = learning.pack(groups, shape)
   assert batch.used > 1
   state, _ = sgd.step(sgd.init(jax.random.key(0), params), sgd.put(batch))

@@ -1,0 +1,262 @@
+"""The objective of a learner: a loss, advantages and an aggregation, with what they need of a batch.
+
+Losses and advantages are functions with the signatures of `async_rl.losses`. What one needs beyond its positional
+arguments it names as a required keyword argument, and the learner makes exactly that::
+
+    def loss(logprobs, behavior, advantages, mask, *, lag, proximal): ...
+    def advantages(rewards, groups, num_groups, *, log_weights): ...
+
+Names are those of `BatchQuantities` and of `losses.STATISTICS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from async_rl import losses
+from async_rl import models
+
+Array = jax.Array
+Aggregate = Callable[[Array, Array], tuple[Array, Array]]
+
+#: Named means of a per-token loss. `sum` sums over the tokens of a sequence and averages over sequences.
+AGGREGATIONS: Mapping[str, Aggregate] = types.MappingProxyType(
+  {
+    "sequence_mean": functools.partial(losses.aggregate, method="sequence_mean"),
+    "token_mean": functools.partial(losses.aggregate, method="token_mean"),
+    "sum": functools.partial(losses.aggregate, method="constant", max_length=1),
+  }
+)
+
+#: The aggregation a correction was published with, where that is not `sequence_mean`.
+PUBLISHED_AGGREGATIONS: Mapping[str, str] = types.MappingProxyType(
+  {"cispo": "token_mean", "dapo": "token_mean", "m2po": "token_mean", "topr": "sum"}
+)
+
+#: Names that `objective` takes.
+OBJECTIVES = tuple(losses.CORRECTIONS)
+
+
+class BatchQuantities(NamedTuple):
+  """The quantities of a whole batch that losses and advantages can ask for by name.
+
+  [B] arrays have one entry per sequence, [B, C] arrays one per completion token; their entries outside of `mask` are
+  finite and meaningless. No gradient flows through them. The properties are derived from `stats`.
+
+  Attributes:
+    rewards: float32 [B].
+    groups: int32 [B], the group of each sequence, below B.
+    mask: bool [B, C], the tokens to train.
+    behavior: float32 [B, C], log mu as recorded by the sampler.
+    lag: int32 [B, C], the learner's version minus the version that drew the token.
+    stats: the statistics of the tokens under the weights at the start of the step, [B, C]; from a scoring pass.
+    reference: float32 [B, C], log-probabilities under the reference policy.
+    squared_norms: float32 [B], the exact squared gradient norm of each trajectory's log-probability; from one forward
+      and backward pass per trajectory.
+  """
+
+  rewards: Array
+  groups: Array
+  mask: Array
+  behavior: Array
+  lag: Array
+  stats: models.TokenStats | None = None
+  reference: Array | None = None
+  squared_norms: Array | None = None
+
+  @property
+  def lengths(self) -> Array:
+    """The number of trained tokens, float32 [B]."""
+    return losses.squared_norms_by_length(self.mask)
+
+  @property
+  def proximal(self) -> Array:
+    """log pi under the weights at the start of the step, float32 [B, C]."""
+    return self._scored().logprobs
+
+  @property
+  def entropy(self) -> Array:
+    """The entropy of each token's distribution under the weights at the start of the step, float32 [B, C]."""
+    return self._scored().entropy
+
+  @property
+  def log_ratios(self) -> Array:
+    """Raw log-ratios log pi - log mu at the start of the step, float32 [B, C], 0 where masked."""
+    return losses.log_ratios(self.proximal, self.behavior, self.mask)
+
+  @property
+  def log_weights(self) -> Array:
+    """Raw sequence log-weights at the start of the step, float32 [B]."""
+    return losses.sequence_log_weights(self.log_ratios)
+
+  @property
+  def squared_logit_norms(self) -> Array:
+    """The squared norm of each trajectory's gradient at the logits, float32 [B]: an estimate of `squared_norms`."""
+    stats = self._scored()
+    return losses.squared_norms_by_logits(stats.logprobs, stats.sum_squares, self.mask)
+
+  def _scored(self) -> models.TokenStats:
+    if self.stats is None:
+      raise ValueError("The batch was not scored: stats=None; pass the statistics of its tokens.")
+    return self.stats
+
+
+#: Names that need a scoring pass.
+_SCORED = frozenset({"stats", "proximal", "entropy", "log_ratios", "log_weights", "squared_logit_norms"})
+_QUANTITIES = frozenset(BatchQuantities._fields) | _SCORED | {"lengths"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """A loss, advantages and an aggregation; what they need is read from their signatures.
+
+  Attributes:
+    loss: (logprobs, behavior, advantages, mask, *, needs) to `losses.PolicyLoss`, as in `losses.CORRECTIONS`. It sees
+      one micro-batch at a time: `mask` is False on the sequences of other ones.
+    advantages: (rewards, groups, num_groups, *, needs) to float32 [B] of the whole batch, as in `losses.ADVANTAGES`.
+      `num_groups` is an upper bound of the number of groups.
+    aggregate: from per-token loss and mask, [B, C] each, to numerator and denominator, as in `AGGREGATIONS`. Tokens
+      that a loss rejects are in the mask: they count in the denominator.
+    statistics: whole-batch statistics that can be needed by name, such as M2PO's threshold: functions of the raw
+      log-ratios at the start of the step and the mask, [B, C] each.
+
+  Raises:
+    ValueError: if a needed name is neither a quantity of the batch nor a statistic.
+  """
+
+  loss: losses.PolicyLossFn
+  advantages: Callable[..., Array]
+  aggregate: Aggregate = AGGREGATIONS["sequence_mean"]
+  statistics: Mapping[str, Callable[[Array, Array], Array]] = dataclasses.field(
+    default_factory=lambda: losses.STATISTICS
+  )
+
+  def __post_init__(self):
+    for part in ("loss", "advantages"):
+      unknown = [name for name in losses.needs(getattr(self, part)) if name not in _QUANTITIES | set(self.statistics)]
+      if unknown:
+        known = ", ".join(sorted(_QUANTITIES | set(self.statistics)))
+        raise ValueError(f"*{part}* must only need {known}; got {', '.join(unknown)}.")
+
+  @property
+  def needs(self) -> frozenset[str]:
+    """Names of everything that the loss and the advantages need."""
+    return frozenset(losses.needs(self.loss) + losses.needs(self.advantages))
+
+  @property
+  def needs_scores(self) -> bool:
+    """Whether the batch is scored under the weights at the start of the step, which is a forward pass."""
+    return bool(self.needs & (_SCORED | set(self.statistics)))
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether a frozen reference policy is needed, and a forward pass of it."""
+    return "reference" in self.needs
+
+  @property
+  def needs_exact_norms(self) -> bool:
+    """Whether each trajectory's exact gradient norm is needed: several times the cost of the step itself."""
+    return "squared_norms" in self.needs
+
+  def make_advantages(self, batch: BatchQuantities) -> Array:
+    """Returns the advantages of a whole batch, float32 [B]."""
+    needed = self._needed(self.advantages, batch)
+    return self.advantages(batch.rewards, batch.groups, batch.rewards.shape[0], **needed)
+
+  def loss_options(self, batch: BatchQuantities) -> dict[str, Array]:
+    """Returns the keyword arguments that the loss needs, made from a whole batch."""
+    return self._needed(self.loss, batch)
+
+  def mean(self, loss: Array, mask: Array) -> Array:
+    """Returns the aggregated per-token loss of a whole batch, float32 []."""
+    return losses.divide_or_zero(*self.aggregate(loss, mask))
+
+  def _needed(self, function: Callable[..., Any], batch: BatchQuantities) -> dict[str, Array]:
+    needed = {}
+    for name in losses.needs(function):
+      if name in self.statistics:
+        needed[name] = self.statistics[name](batch.log_ratios, batch.mask)
+      elif (value := getattr(batch, name)) is None:
+        raise ValueError(f"The objective needs {name}, got {name}=None; pass it in the batch's quantities.")
+      else:
+        needed[name] = jax.tree.map(jax.lax.stop_gradient, value)
+    return needed
+
+
+def objective(
+  name: str,
+  *,
+  advantages: str | Callable[..., Array] = "dr_grpo",
+  aggregate: str | None = None,
+  **options: Any,
+) -> Objective:
+  """Returns an objective made of the registries' entries.
+
+  Args:
+    name: one of `OBJECTIVES`, which are the names of `losses.CORRECTIONS`.
+    advantages: a name in `losses.ADVANTAGES`, or a function like those.
+    aggregate: a name in `AGGREGATIONS`; `None` takes the one that the correction was published with.
+    **options: options of the correction such as `cap` or `high`, or of the whole-batch statistic that it needs, such
+      as M2PO's `budget`.
+
+  Raises:
+    ValueError: if a name is unknown.
+    TypeError: if an option is.
+
+  >>> sorted(objective("m2po", budget=0.1).needs)
+  ['threshold']
+  >>> objective("sequence_tis", advantages="opob", cap=4.0).needs_exact_norms
+  True
+  """
+  correction = _look_up(losses.CORRECTIONS, "name", name)
+  baseline = _look_up(losses.ADVANTAGES, "advantages", advantages) if isinstance(advantages, str) else advantages
+  aggregation = PUBLISHED_AGGREGATIONS.get(name, "sequence_mean") if aggregate is None else aggregate
+  statistics = dict(losses.STATISTICS)
+  for needed in losses.needs(correction):
+    if needed in statistics:
+      accepted = inspect.signature(statistics[needed]).parameters
+      own = {key: options.pop(key) for key in list(options) if key in accepted}
+      statistics[needed] = functools.partial(statistics[needed], **own)
+  _check_options(name, correction, options)
+  return Objective(
+    functools.partial(correction, **options) if options else correction,
+    baseline,
+    _look_up(AGGREGATIONS, "aggregate", aggregation),
+    statistics,
+  )
+
+
+def likelihood_objective() -> Objective:
+  """Returns the objective of supervised training: maximum likelihood, averaged over tokens."""
+  return Objective(losses.reinforce, _ones, AGGREGATIONS["token_mean"])
+
+
+def _ones(rewards: Array, groups: Array, num_groups: int) -> Array:
+  del groups, num_groups
+  return jnp.ones_like(rewards)
+
+
+def _look_up(registry: Mapping[str, Any], argument: str, name: str) -> Any:
+  if name not in registry:
+    raise ValueError(f"*{argument}* must be one of {', '.join(registry)}; got {argument}={name!r}.")
+  return registry[name]
+
+
+def _check_options(name: str, correction: Callable[..., Any], options: Mapping[str, Any]) -> None:
+  parameters = inspect.signature(correction).parameters.values()
+  if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    return  # it passes them on and is told what is wrong when it is called
+  accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+  for option in options:
+    if option not in accepted:
+      raise TypeError(f"*{option}* is not an option of {name!r}, which takes {', '.join(accepted) or 'none'}.")

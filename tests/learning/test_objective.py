@@ -1,0 +1,199 @@
+"""Objectives: every name of the registries trains, and gets what it needs of the whole batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from learning_helpers import CONFIG
+from learning_helpers import assert_same
+from learning_helpers import make_groups
+from learning_helpers import make_learner
+from learning_helpers import run
+from learning_helpers import shape_of
+
+from async_rl import learning
+from async_rl import losses
+from async_rl import models
+
+#: One layer: there is a program to compile for every objective.
+SMALL = models.Policy(dataclasses.replace(CONFIG, num_layers=1), dtype="float32", attention="xla")
+#: Options under which something is kept of random data, whose log-ratios are far from 0.
+WIDE = {
+  "geometric_mask": dict(low=0.01, high=100.0),
+  "sequence_mask": dict(low=1e-3, high=1e3),
+  "m2po": dict(budget=2.0),
+}
+RLHF = [(method, kl) for method in ("rloo", "proximal_rloo") for kl in ("reward", "reward_current", "loss")]
+RLHF += [(method, "reward") for method in ("online_dpo", "ipo", "best_of_n")]
+
+
+def trained(objective):
+  """The change of the parameters by two steps on stale data, and the metrics of the second."""
+  shape = shape_of(rows=2, row_tokens=40, prompt_tokens=7)
+  learner = make_learner(shape, optimizer=optax.sgd(0.01), policy=SMALL, objective=objective)
+  state = learner.init(jax.random.key(0))
+  start = jax.device_get(state.params)
+  if objective.needs_reference:
+    learner.set_reference(jax.tree.map(lambda x: 1.1 * x, start))
+  batch = learner.put(learning.pack(make_groups(), shape))
+  for _ in range(2):
+    state, metrics = learner.step(state, batch)
+  return jax.tree.map(np.subtract, jax.device_get(state.params), start), metrics
+
+
+def assert_trains(objective):
+  change, metrics = trained(objective)
+  assert max(np.abs(x).max() for x in jax.tree.leaves(change)) > 1e-6
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(change))
+  assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("name", learning.OBJECTIVES)
+def test_every_correction_trains(name):
+  assert_trains(learning.objective(name, **WIDE.get(name, {})))
+
+
+@pytest.mark.parametrize("name", losses.ADVANTAGES)
+def test_every_baseline_trains(name):
+  assert_trains(learning.objective("sequence_tis", advantages=name))
+
+
+@pytest.mark.parametrize(("method", "kl"), RLHF)
+def test_every_method_of_rlhf_trains(method, kl):
+  assert_trains(learning.rlhf_objective(method, kl=kl))
+
+
+def test_the_threshold_is_that_of_the_whole_batch_however_it_is_split():
+  objective = learning.objective("m2po", budget=2.0)
+  learners = [
+    make_learner(shape, optimizer=optax.sgd(0.01), objective=objective)
+    for shape in (shape_of(rows=16, row_tokens=40), shape_of(rows=1, row_tokens=20), shape_of(rows=4, row_tokens=33))
+  ]
+  assert learners[1].shape.capacity > 8 * learners[0].shape.capacity
+  results = [run(learner, make_groups()) for learner in learners]
+  assert 0.1 < results[0][1]["reject_fraction"] < 0.9
+  for params, metrics in results[1:]:
+    assert_same(params, results[0][0])
+    assert metrics["reject_fraction"] == results[0][1]["reject_fraction"]
+
+
+def test_the_threshold_rejects_what_the_function_rejects_on_the_whole_batch():
+  groups = make_groups()
+  batch = learning.pack(groups, shape_of())
+  learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), objective=learning.objective("m2po", budget=2.0))
+  _, metrics = run(learner, groups, steps=1)
+  plain = make_learner(shape_of(), optimizer=optax.sgd(0.0))
+  state = plain.init(jax.random.key(0))
+  plain.set_reference(state.params)
+  ratios = losses.log_ratios(plain.score_reference(state.params, batch), batch.logprobs, batch.mask)
+  threshold = losses.second_moment_threshold(ratios, batch.mask, budget=2.0)
+  expected = np.mean(np.asarray(ratios)[batch.mask] ** 2 >= float(threshold))
+  assert metrics["reject_fraction"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_needs_follow_from_the_signatures():
+  needs = lambda *args, **options: learning.objective(*args, **options).needs
+  assert needs("reinforce") == frozenset()
+  assert needs("a3po", advantages="opo") == {"lag", "lengths"}
+  assert needs("m2po", advantages="opob") == {"threshold", "log_weights", "squared_norms"}
+  plain, recompute = learning.objective("ppo_clip"), learning.objective("decoupled_recompute")
+  assert not plain.needs_scores
+  assert recompute.needs_scores
+  assert learning.objective("m2po").needs_scores
+  assert not recompute.needs_exact_norms
+  assert learning.rlhf_objective("ipo").needs_reference
+  assert not learning.rlhf_objective("best_of_n").needs_reference
+
+
+def test_what_is_not_needed_is_not_computed():
+  def flops(objective):
+    learner = make_learner(shape_of(), optimizer=optax.sgd(1.0), objective=objective)
+    batch = learner.put(learning.pack(make_groups(), learner.shape))
+    return learner._step.lower(learner.abstract(), batch, None).compile().cost_analysis()["flops"]
+
+  plain = flops(learning.objective("reinforce"))
+  assert flops(learning.objective("reinforce", advantages="opo")) == pytest.approx(plain, rel=0.01)
+  assert flops(learning.objective("reinforce", advantages="importance_mean")) > 1.2 * plain
+  assert flops(learning.objective("reinforce", advantages="opob")) > 1.4 * plain
+
+
+@pytest.mark.parametrize(
+  ("name", "expected"),
+  [("sequence_tis", "sequence_mean"), ("m2po", "token_mean"), ("topr", "sum"), ("dapo", "token_mean")],
+)
+def test_corrections_are_aggregated_as_published_unless_told_otherwise(name, expected):
+  assert learning.objective(name).aggregate is learning.AGGREGATIONS[expected]
+  assert learning.objective(name, aggregate="sequence_mean").aggregate is learning.AGGREGATIONS["sequence_mean"]
+
+
+def test_options_reach_the_correction_and_the_statistic():
+  one, behavior = jnp.ones((1, 1)), jnp.full((1, 1), -3.0)
+  loss = learning.objective("sequence_tis", cap=1.5).loss(-1.0 * one, behavior, jnp.ones(1), one > 0).loss
+  assert float(loss[0, 0]) == pytest.approx(1.5)
+  ratios, mask = jnp.array([[0.1, 0.2, 0.3, 0.5]]), jnp.ones((1, 4), bool)
+  statistics = learning.objective("m2po", budget=0.05).statistics
+  assert float(statistics["threshold"](ratios, mask)) == pytest.approx((0.09 + 0.25) / 2)
+  assert float(learning.objective("m2po").statistics["threshold"](ratios, mask)) == pytest.approx(0.065)
+  assert learning.objective("a3po", low=0.1).loss.keywords["low"] == 0.1
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "message"),
+  [
+    (lambda: learning.objective("mp2o"), ValueError, r"\*name\* must be one of reinforce, .*; got name='mp2o'"),
+    (lambda: learning.objective("m2po", advantages="gae"), ValueError, r"\*advantages\* .* got advantages='gae'"),
+    (lambda: learning.objective("m2po", aggregate="mean"), ValueError, r"\*aggregate\* .* got aggregate='mean'"),
+    (lambda: learning.objective("ppo_clip", cap=2.0), TypeError, r"\*cap\* is not an option of 'ppo_clip'.* low, high"),
+    (lambda: learning.objective("reinforce", cap=2.0), TypeError, "takes none"),
+    (lambda: learning.objective("sequence_tis", budget=0.1), TypeError, r"\*budget\* is not an option"),
+    (lambda: learning.objective("m2po", threshold=0.1), TypeError, r"\*threshold\* is not an option"),
+  ],
+)
+def test_unknown_names_and_options_are_refused(make, error, message):
+  with pytest.raises(error, match=message):
+    make()
+
+
+def test_a_need_that_nobody_can_meet_is_refused_at_construction():
+  def loss(logprobs, behavior, advantages, mask, *, values): ...
+
+  with pytest.raises(ValueError, match=r"\*loss\* must only need behavior, .*; got values"):
+    learning.Objective(loss, losses.rloo_advantages)
+
+
+def test_a_statistic_of_ones_own_is_made_of_the_whole_batch():
+  def loss(logprobs, behavior, advantages, mask, *, largest):
+    return losses.restrict(losses.reinforce(logprobs, behavior, advantages, mask), jnp.full(mask.shape, largest < 0))
+
+  def largest(ratios, mask):
+    return jnp.max(jnp.where(mask, ratios, -jnp.inf))
+
+  objective = learning.Objective(loss, losses.rloo_advantages, statistics={"largest": largest})
+  assert objective.needs_scores
+  _, metrics = run(make_learner(shape_of(), objective=objective), make_groups(), 1)
+  assert metrics["reject_fraction"] == 1.0  # random log-probabilities: some ratio is above 1
+
+
+def test_a_quantity_that_is_missing_is_named():
+  zeros = jnp.zeros((2, 1))
+  batch = learning.BatchQuantities(jnp.ones(2), jnp.zeros(2, int), zeros == 0, zeros, zeros.astype(int))
+  with pytest.raises(ValueError, match="stats=None"):
+    learning.objective("m2po").loss_options(batch)
+  with pytest.raises(ValueError, match="needs reference, got reference=None"):
+    learning.rlhf_objective("rloo").make_advantages(batch)
+  scored = batch._replace(stats=models.TokenStats(zeros, zeros, zeros))
+  assert learning.objective("m2po").loss_options(scored)["threshold"] == jnp.inf
+
+
+def test_maximum_likelihood_weighs_every_token_alike():
+  groups = [g._replace(rewards=np.zeros(4, np.float32)) for g in make_groups()]  # rewards do not matter
+  learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), objective=learning.likelihood_objective())
+  state = learner.init(jax.random.key(0))
+  learner.set_reference(state.params)
+  batch = learning.pack(groups, learner.shape)
+  logprobs = np.asarray(learner.score_reference(state.params, batch))
+  _, metrics = learner.step(state, learner.put(batch))
+  assert float(metrics["loss"]) == pytest.approx(-logprobs[batch.mask].mean(), rel=1e-5)
