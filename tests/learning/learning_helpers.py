@@ -1,5 +1,7 @@
 """A tiny policy, random groups and learners of them, shared by the tests of this folder."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -18,6 +20,13 @@ CONFIG = models.ModelConfig(
   vocab_size=32, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, qk_norm=True
 )
 POLICY = models.Policy(CONFIG, dtype="float32", attention="xla")
+LORA = models.LoRA(rank=2, alpha=3.0)
+ADAPTED = dataclasses.replace(POLICY, lora=LORA)
+
+
+def base():
+  """The parameters of `POLICY`, without adapters."""
+  return jax.device_get(POLICY.init(jax.random.key(0)))
 
 
 def make_groups(seed=0, groups=4, samples=4, prompt=(1, 8), completion=(1, 12), vocab=32):

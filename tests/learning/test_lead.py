@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import optax
+from learning_helpers import ADAPTED
+from learning_helpers import base
 from learning_helpers import make_groups
 from learning_helpers import make_learner
 from learning_helpers import shape_of
-from test_lora import ADAPTED
-from test_lora import base
 
 from async_rl import learning
 from async_rl import stabilizers

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from learning_helpers import ADAPTED
+from learning_helpers import LORA
 from learning_helpers import POLICY
 from learning_helpers import assert_same
+from learning_helpers import base
 from learning_helpers import make_groups
 from learning_helpers import make_learner
 from learning_helpers import make_mesh
@@ -18,13 +21,6 @@ from learning_helpers import stabilized
 
 from async_rl import learning
 from async_rl import models
-
-LORA = models.LoRA(rank=2, alpha=3.0)
-ADAPTED = dataclasses.replace(POLICY, lora=LORA)
-
-
-def base():
-  return jax.device_get(POLICY.init(jax.random.key(0)))
 
 
 def step(learner, params):

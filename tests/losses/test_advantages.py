@@ -69,6 +69,7 @@ def test_edge_cases_give_zero(name):
   rewards = np.array([0.1] * 7 + [1e6 + 0.1] * 3 + [5.0], np.float32)
   groups = np.array([0] * 7 + [1] * 3 + [2])
   extras = dict(lengths=np.arange(11), log_weights=np.linspace(-1e4, 1e4, 11), squared_norms=np.arange(11) * 1e-3)
+  extras["squared_logit_norms"] = extras["squared_norms"]
   function = losses.ADVANTAGES[name]
   needed = {k: jnp.asarray(extras[k], jnp.float32) for k in losses.needs(function)}
   got = function(rewards, groups, 3, **needed)

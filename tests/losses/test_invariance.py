@@ -121,6 +121,7 @@ def test_advantages_follow_their_rows_in_any_order_and_ignore_padding():
     lengths=batch["mask"].sum(1),
     log_weights=rng.normal(size=B).astype(np.float32),
     squared_norms=rng.uniform(1, 9, B).astype(np.float32),
+    squared_logit_norms=rng.uniform(0, 1, B).astype(np.float32),
   )
   order = rng.permutation(B)
   for name, advantages in losses.ADVANTAGES.items():
