@@ -40,7 +40,9 @@ def restore_policy(parts: Parts, run_dir: pathlib.Path, step: int | None) -> tup
   """Parameters of a run's checkpoint, by default the newest, and its step."""
   with contextlib.closing(parts.make_checkpointer(run_dir / "checkpoints")) as checkpoints:
     params = checkpoints.restore_params(parts.learner.abstract().params, step)
-    return params, checkpoints.latest_step if step is None else step
+    for damage in checkpoints.skipped.values():
+      print(f"damaged: {damage}", file=sys.stderr)
+    return params, checkpoints.restored_step
 
 
 def command(function: Callable[..., Any], name: str, description: str | None, arguments: list[str] | None) -> int:

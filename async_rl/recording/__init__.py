@@ -2,8 +2,10 @@
 
 from async_rl.recording._checkpoint import Checkpointer as Checkpointer
 from async_rl.recording._checkpoint import CheckpointError as CheckpointError
+from async_rl.recording._checkpoint import DamagedCheckpointError as DamagedCheckpointError
 from async_rl.recording._metrics import MetricsBuffer as MetricsBuffer
 from async_rl.recording._metrics import MetricsWriter as MetricsWriter
+from async_rl.recording._metrics import check_wandb as check_wandb
 from async_rl.recording._metrics import read_metrics as read_metrics
 from async_rl.recording._metrics import staleness_histogram as staleness_histogram
 from async_rl.recording._progress import Progress as Progress

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had not been interrupted."""
+"""Checkpoints: everything that a run needs to continue as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class CheckpointError(RuntimeError):
   """A checkpoint cannot be written or used; the message is one sentence for the user, with the remedy."""
 
 
+class DamagedCheckpointError(CheckpointError):
+  """A checkpoint cannot be read, although it is of the right model."""
+
+
 class Checkpointer:
   """Saves and restores with Orbax: asynchronously, atomically, onto any number of devices.
 
@@ -39,9 +43,13 @@ class Checkpointer:
   `base` beside `folder`; `meta` has its checksum, so that no checkpoint is ever put on another base.
 
   Args:
-    folder: where the checkpoints are; made if missing.
-    keep: how many of the newest to keep.
-    fingerprint: JSON-like mapping that describes the model; checkpoints with another one are refused.
+    folder: the folder of the checkpoints; made if missing.
+    keep: the number of checkpoints to keep, the newest ones.
+    fingerprint: a JSON-like mapping that describes the model; checkpoints with another one are refused.
+
+  Attributes:
+    restored_step: the step of the checkpoint that was read last.
+    skipped: one sentence by step for each damaged checkpoint that was passed over for it.
   """
 
   def __init__(self, folder: pathlib.Path | str, *, keep: int, fingerprint: Mapping[str, Any]):
@@ -49,6 +57,8 @@ class Checkpointer:
     self._fingerprint = json.loads(json.dumps(fingerprint))
     self._base_folder = self.folder.with_name("base")
     self._base: str | None = None  # checksum of the frozen parameters, once they are written or read
+    self.restored_step: int | None = None
+    self.skipped: dict[int, str] = {}
     options = ocp.CheckpointManagerOptions(
       preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
     )
@@ -107,14 +117,15 @@ class Checkpointer:
     """Reads a checkpoint.
 
     Args:
-      abstract: the state as `jax.ShapeDtypeStruct`s with the shardings wanted now, whatever they were at the save.
-      step: which one; default the newest.
+      abstract: the state as `jax.ShapeDtypeStruct`s with the wanted shardings, whatever they were at the save.
+      step: the step of the checkpoint. `None` reads the newest one that is whole, and notes the others in `skipped`.
 
     Returns:
       The state, and this process's `host` tree.
 
     Raises:
-      CheckpointError: if there is none, it is of another model or on another base, or cannot be read.
+      CheckpointError: if there is none, or it is of another model or on another base.
+      DamagedCheckpointError: if it cannot be read.
     """
     targets = {
       "params": abstract.params,
@@ -127,23 +138,47 @@ class Checkpointer:
     """Reads the parameters alone; arguments and errors as in `restore`."""
     return self._restore(step, {"params": abstract})["params"]
 
+  def set_aside_skipped(self) -> None:
+    """Moves the checkpoints in `skipped` to the folder `damaged` beside `folder`, so that their steps can be saved."""
+    for step in self.skipped:
+      target = self.folder.with_name("damaged") / str(step)
+      target.parent.mkdir(exist_ok=True)
+      shutil.rmtree(target, ignore_errors=True)
+      (self.folder / str(step)).rename(target)
+    self._manager.reload()
+
   def wait(self) -> None:
-    """Waits until what was saved is on disk; raises CheckpointError if that failed."""
+    """Waits until everything saved is on disk; raises CheckpointError if that failed."""
     with self._explained("cannot be written", _WRITE_REMEDY):
       self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits, and lets go of threads."""
+    """Waits as `wait` does, and ends the threads."""
     self.wait()
     self._manager.close()
 
   def _restore(self, step: int | None, targets: dict[str, Any], **others: Any) -> Any:
-    step = self.latest_step if step is None else step
-    if step is None or step not in self._manager.all_steps():
-      raise CheckpointError(f"{self.folder} has no checkpoint{'' if step is None else f' of step {step}'}")
+    steps = sorted(self._manager.all_steps(), reverse=True)
+    if step is not None and step not in steps:
+      raise CheckpointError(f"{self.folder} has no checkpoint of step {step}")
+    if not steps:
+      raise CheckpointError(f"{self.folder} has no checkpoint")
+    if step is not None:
+      return self._restore_step(step, targets, **others)
+    self.skipped = {}
+    errors = []
+    for newest in steps:
+      try:
+        return self._restore_step(newest, targets, **others)
+      except DamagedCheckpointError as error:
+        self.skipped[newest] = str(error)
+        errors.append(error)
+    raise errors[0]
+
+  def _restore_step(self, step: int, targets: dict[str, Any], **others: Any) -> Any:
     trained, frozen = split_trainable(targets["params"])
     targets = targets | {"params": trained}
-    with self._explained(f"of step {step} cannot be read", "resume from another one"):
+    with self._explained(f"of step {step} cannot be read", "use another checkpoint", DamagedCheckpointError):
       meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
       base = meta.pop("base", None)
       self._check_same(step, list(differences(meta, self._fingerprint)))
@@ -154,19 +189,20 @@ class Checkpointer:
       items = dict(self._manager.restore(step, args=ocp.args.Composite(**arguments, **others)).items())
       if frozen:
         items["params"] |= self._restore_base(step, frozen, base)
+      self.restored_step = step
       return items
 
   def _restore_base(self, step: int, abstract: Any, expected: str) -> Any:
     if not self._base_folder.exists():
       raise CheckpointError(
         f"checkpoint {step} in {self.folder} holds adapters, but the weights that they were trained on are missing: "
-        f"bring {self._base_folder} back"
+        f"restore {self._base_folder}"
       )
     params, found = restore_frozen(self._base_folder, abstract)
     if found != expected:
       raise CheckpointError(
         f"checkpoint {step} in {self.folder} holds adapters of other weights than those in {self._base_folder} "
-        f"(checksum {expected}, not {found}): bring the right folder back"
+        f"(checksum {expected}, not {found}): restore the right folder"
       )
     self._base = found
     return params
@@ -180,14 +216,14 @@ class Checkpointer:
       )
 
   @contextlib.contextmanager
-  def _explained(self, what: str, remedy: str) -> Iterator[None]:
+  def _explained(self, what: str, remedy: str, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
     try:
       yield
     except CheckpointError:
       raise
     except Exception as error:
       reason = (str(error).splitlines() or [type(error).__name__])[0]
-      raise CheckpointError(f"the checkpoint in {self.folder} {what}: {reason}; {remedy}") from error
+      raise kind(f"the checkpoint in {self.folder} {what}: {reason}; {remedy}") from error
 
 
 def _shapes(tree: Any) -> dict[str, str]:
@@ -210,7 +246,7 @@ class _HostHandler(ocp.CheckpointHandler):
     if processes != jax.process_count():
       raise CheckpointError(
         f"the checkpoint was made by {processes} processes and this run has {jax.process_count()}: "
-        "their rollouts cannot be divided anew, resume with as many processes"
+        f"saved rollouts cannot be redistributed, resume with {processes} processes"
       )
     return _from_archive(_host_file(directory).read_bytes())
 

@@ -1,11 +1,13 @@
-"""Metrics of a run: measured, fetched without stalling the devices, and written to files."""
+"""Metrics of a run: they are fetched without stalling the devices, and written to files."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
 import pathlib
+import secrets
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -61,36 +63,57 @@ class MetricsWriter:
 
   Args:
     folder: the run's folder.
-    resume_step: the step from which the run goes on. Later rows, which will be written again, are dropped.
-    wandb: log to Weights & Biases too.
-    config: configuration for Weights & Biases.
+    resume_step: the step of the checkpoint that the run continues from. Rows of later steps, which will be written
+      again, are dropped.
+    resume_rows: the number of rows at that checkpoint, as `rows` was; rows after them are dropped. `None` keeps them.
+    wandb: whether to log to Weights & Biases too.
+    config: the configuration for Weights & Biases.
+
+  Attributes:
+    rows: the number of rows in the file.
+    damaged: one sentence for each line of an earlier file that was not a row, and so was dropped.
 
   Raises:
     ImportError: if `wandb` is asked for and not installed.
   """
 
   def __init__(
-    self, folder: RunFolder, *, resume_step: int = 0, wandb: bool = False, config: Mapping[str, Any] | None = None
+    self,
+    folder: RunFolder,
+    *,
+    resume_step: int = 0,
+    resume_rows: int | None = None,
+    wandb: bool = False,
+    config: Mapping[str, Any] | None = None,
   ):
     import tensorboardX
 
     self._wandb = _start_wandb(folder, config) if wandb else None
-    kept = [json.dumps(row) for row in read_metrics(folder.metrics) if row["step"] <= resume_step]
+    self.damaged: list[str] = []
+    earlier = itertools.islice(_rows_or_errors(folder.metrics), resume_rows)
+    kept = []
+    for row in earlier:
+      if isinstance(row, ValueError):
+        self.damaged.append(f"{row}; the line was dropped")
+      elif row["step"] <= resume_step:
+        kept.append(json.dumps(row) + "\n")
+    self.rows = len(kept)
     temporary = folder.metrics.with_suffix(".tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
+    temporary.write_text("".join(kept))
     temporary.replace(folder.metrics)
     self._lines = folder.metrics.open("a")
     self._tensorboard = tensorboardX.SummaryWriter(str(folder.tensorboard), purge_step=resume_step + 1)
 
   def write(self, step: int, metrics: Values) -> None:
-    """Writes one row; the values are on the host. Values that JSON lacks (NaN, infinity) are null there."""
+    """Writes one row of values on the host. NaN and infinity, which JSON lacks, become null there."""
     numbers = {name: _number(value) for name, value in metrics.items()}
     self._lines.write(json.dumps({"step": step, **{name: _json(value) for name, value in numbers.items()}}) + "\n")
     self._lines.flush()
+    self.rows += 1
     for name, value in numbers.items():
       if not isinstance(value, float):
         self._add_histogram(name, value, step)
-      elif math.isfinite(value):  # TensorBoard has no use for others either, and its writer logs a warning for each
+      elif math.isfinite(value):  # TensorBoard cannot plot others, and its writer logs a warning for each
         self._tensorboard.add_scalar(name, value, step)
     if self._wandb is not None:
       self._wandb.log({name: value for name, value in numbers.items() if isinstance(value, float)}, step=step)
@@ -118,13 +141,33 @@ class MetricsWriter:
 
 
 def read_metrics(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields the rows of a metrics.jsonl; none if it is missing. A last line that a crash cut off is left out."""
+  """Yields the rows of a metrics.jsonl; none if it is missing. A last line that a crash cut off is left out.
+
+  Raises:
+    ValueError: at a line that is not a row; the message names the file and the line.
+  """
+  for row in _rows_or_errors(path):
+    if isinstance(row, ValueError):
+      raise row
+    yield row
+
+
+def _rows_or_errors(path: pathlib.Path) -> Iterator[dict[str, Any] | ValueError]:
+  """Yields the rows of a file as `read_metrics` does, and an error in place of each line that is not a row."""
   if not path.exists():
     return
-  with path.open() as lines:
-    for line in lines:
-      if line.endswith("\n"):
-        yield json.loads(line)
+  with path.open(errors="replace") as lines:
+    for number, line in enumerate(lines, start=1):
+      if not line.endswith("\n"):
+        return
+      try:
+        row = json.loads(line)
+      except ValueError:
+        row = None
+      if isinstance(row, dict) and isinstance(row.get("step"), int):
+        yield row
+      else:
+        yield ValueError(f"{path}, line {number}: {line.strip()[:60]!r} is not a row of metrics")
 
 
 def _number(value: Any) -> float | np.ndarray:
@@ -138,9 +181,24 @@ def _json(value: float | np.ndarray) -> Any:
   return value.tolist()
 
 
+def check_wandb() -> None:
+  """Raises ImportError unless the package `wandb` is installed."""
+  if importlib.util.find_spec("wandb") is None:
+    raise ImportError("wandb is not installed: `pip install wandb`, or leave out --wandb.")
+
+
 def _start_wandb(folder: RunFolder, config: Mapping[str, Any] | None) -> Any:
-  try:
-    import wandb
-  except ImportError as error:
-    raise ImportError("wandb is not installed: `pip install wandb`, or do not log to Weights & Biases") from error
-  return wandb.init(project="async_rl", name=folder.path.name, dir=folder.path, config=dict(config or {}))
+  """Starts a run of Weights & Biases, or continues that of the folder."""
+  check_wandb()
+  import wandb
+
+  if not folder.wandb_id.exists():
+    folder.wandb_id.write_text(secrets.token_hex(8))
+  return wandb.init(
+    project="async_rl",
+    name=folder.path.name,
+    id=folder.wandb_id.read_text(),
+    resume="allow",
+    dir=folder.path,
+    config=dict(config or {}),
+  )

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ from typing import TextIO
 
 import tqdm
 
+_RATE = "throughput/generated"
 #: Metrics that are shown: label, name, format.
 _SHOWN = (
   ("reward", "reward/mean", "{:.3f}"),
   ("lag", "staleness/mean", "{:.1f}"),
   ("ESS", "ess/sequence", "{:.2f}"),
-  ("tokens/s", "throughput/generated", "{:,.0f}"),
+  ("tokens/s", _RATE, "{:,.0f}"),
 )
 
 
 class Progress:
-  """Shows steps and the metrics that say whether all is well.
+  """Shows the steps done and the metrics that say whether all is well.
+
+  The last step shows the mean rate of the run, since generation has ended by then.
 
   Args:
-    total: steps of the whole run.
-    start: steps done before, if it is resumed.
-    every: seconds between lines where the output is no terminal.
-    output: where to write; default is standard error.
+    total: the number of steps of the whole run.
+    start: the number of steps done before, if the run is resumed.
+    every: seconds between lines where the output is not a terminal.
+    output: the stream to write to; `None` is standard error.
   """
 
   def __init__(self, total: int, start: int = 0, *, every: float = 10.0, output: TextIO | None = None):
     self._output = output or sys.stderr
-    self._total, self._every = total, every
+    self._total = total
+    self._every = every
+    self._tokens = 0.0
+    self._seconds = 0.0
     self._last_line = -float("inf")
     self._warned: set[str] = set()
     self._bar = None
@@ -41,6 +47,11 @@ class Progress:
 
   def update(self, done: int, metrics: Mapping[str, float]) -> None:
     """Shows that `done` steps are done, with the newest metrics."""
+    if _RATE in metrics and "time/step" in metrics:
+      self._tokens += metrics[_RATE] * metrics["time/step"]
+      self._seconds += metrics["time/step"]
+      if done == self._total:
+        metrics = {**metrics, _RATE: self._tokens / self._seconds}
     shown = ", ".join(f"{label} {form.format(metrics[name])}" for label, name, form in _SHOWN if name in metrics)
     if self._bar is not None:
       self._bar.set_postfix_str(shown, refresh=False)
@@ -63,6 +74,6 @@ class Progress:
       self.note(text)
 
   def close(self) -> None:
-    """Leaves the bar as it is."""
+    """Ends the bar where it is."""
     if self._bar is not None:
       self._bar.close()

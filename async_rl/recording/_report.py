@@ -1,4 +1,4 @@
-"""Pictures of runs: one run, or several side by side."""
+"""Reports: the curves of one run, or of several side by side."""
 
 from __future__ import annotations
 
@@ -49,15 +49,11 @@ _SMOOTH_FROM = 40
 
 
 def write_report(folder: RunFolder) -> pathlib.Path:
-  """Draws the curves of a run to report.png in its folder, and returns where that is.
-
-  Raises:
-    FileNotFoundError: if the run has no metrics yet.
-  """
-  rows = _read(folder.path)
+  """Draws the curves of a run to report.png in its folder, and returns its path; without metrics it says so there."""
+  rows = list(read_metrics(folder.metrics))
   panels = [[_curve(label, metric, rows) for label, metric in panel.metrics.items()] for panel in _PANELS]
   figure = _draw(panels)
-  figure.suptitle(folder.path.name)
+  figure.suptitle(folder.path.name if rows else f"{folder.path.name}: no metrics yet")
   for axes, curves in zip(figure.axes, panels):
     if len(curves) > 1 and axes.lines:
       axes.legend(frameon=False)
@@ -66,11 +62,11 @@ def write_report(folder: RunFolder) -> pathlib.Path:
 
 
 def compare_runs(folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> pathlib.Path:
-  """Draws the curves of several runs into one picture and returns where that is.
+  """Draws the curves of several runs into one picture and returns its path.
 
   Args:
-    folders: of the runs; their names become the legend.
-    output: the picture to write; its ending says the format.
+    folders: the folders of the runs; their names become the legend.
+    output: the path of the picture; its suffix determines the format.
 
   Raises:
     FileNotFoundError: if a run has no metrics.

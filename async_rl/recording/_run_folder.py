@@ -1,16 +1,21 @@
-"""The folder of a run: what lies where, and whether it may be used."""
+"""The folder of a run: where its files are, and whether a process may use it."""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import pathlib
 import shutil
+import socket
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
+from typing import TextIO
 
 _MARK = "run.json"
+_LOCK = ".lock"
 
 
 class RunFolderError(RuntimeError):
@@ -21,6 +26,8 @@ class RunFolderError(RuntimeError):
 class RunFolder:
   """An opened folder and the places in it.
 
+  The folder is locked until `close`, or until the process ends, however that happens: no other process can open it.
+
   Attributes:
     path: the folder.
     resumed: whether it already held this run.
@@ -28,6 +35,17 @@ class RunFolder:
 
   path: pathlib.Path
   resumed: bool
+  _lock: TextIO = dataclasses.field(repr=False, compare=False)
+
+  def close(self) -> None:
+    """Releases the lock. Idempotent."""
+    self._lock.close()
+
+  def __enter__(self) -> RunFolder:
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
 
   @property
   def checkpoints(self) -> pathlib.Path:
@@ -50,6 +68,11 @@ class RunFolder:
     return self.path / "tensorboard"
 
   @property
+  def wandb_id(self) -> pathlib.Path:
+    """Identifier of the run at Weights & Biases."""
+    return self.path / "wandb_id.txt"
+
+  @property
   def config(self) -> pathlib.Path:
     """The configuration as text."""
     return self.path / "config.txt"
@@ -68,37 +91,46 @@ class RunFolder:
   def open(
     cls, path: str | pathlib.Path, config_text: str, fingerprint: Mapping[str, Any], *, overwrite: bool = False
   ) -> RunFolder:
-    """Opens or makes the folder of a run.
+    """Opens or makes the folder of a run, and locks it.
 
     Args:
       path: the folder; made if missing.
       config_text: the configuration, to be read by people; written to config.txt.
-      fingerprint: what makes two runs the same: a JSON-like mapping, without options that may change on a resume
-        (number of steps, intervals, log targets).
-      overwrite: delete a run that the folder holds. Folders that hold anything else are never deleted.
+      fingerprint: the options that make two runs the same: a JSON-like mapping, without those that may change on a
+        resume (number of steps, intervals, log targets).
+      overwrite: whether to delete a run that the folder holds. Folders that hold anything else are never deleted.
 
     Raises:
-      RunFolderError: if the folder holds another run or other files, or cannot be written.
+      RunFolderError: if the folder is in use, holds another run or other files, or cannot be written.
     """
     path = pathlib.Path(path).expanduser()
     fingerprint = json.loads(json.dumps(fingerprint))
+    lock = None
     try:
-      resumed = False
-      if (path / _MARK).exists():
-        if overwrite:
-          shutil.rmtree(path)
-        else:
-          _check_same(path, fingerprint)
-          resumed = True
-      elif path.is_dir() and any(path.iterdir()):
-        raise RunFolderError(f"{path} holds files that are not of a run: choose another folder")
+      _check_no_foreign_files(path)
       path.mkdir(parents=True, exist_ok=True)
-      (path / "config.txt").write_text(config_text)
+      lock = _take_lock(path)
+      _check_no_foreign_files(path)
+      resumed = (path / _MARK).exists() and not overwrite
+      if resumed:
+        _check_same(path, fingerprint)
+      else:
+        _remove_contents(path)
       if not resumed:
         (path / _MARK).write_text(json.dumps(fingerprint, indent=2) + "\n")
-    except OSError as error:
-      raise RunFolderError(f"cannot write the run folder {path}: {error.strerror or error}") from error
-    return cls(path, resumed)
+      (path / "config.txt").write_text(config_text)
+      return cls(path, resumed, lock)
+    except BaseException as error:
+      if lock is not None:
+        lock.close()
+      if isinstance(error, OSError):
+        raise RunFolderError(f"cannot write the run folder {path}: {error.strerror or error}") from error
+      raise
+
+  def remove(self) -> None:
+    """Deletes the folder and releases the lock."""
+    shutil.rmtree(self.path, ignore_errors=True)
+    self.close()
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
@@ -110,14 +142,52 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     yield f"{name}: {old!r} -> {new!r}"
 
 
+def _take_lock(path: pathlib.Path) -> TextIO:
+  """Locks the folder for this process and returns the open lock file, which names the process."""
+  while True:
+    lock = (path / _LOCK).open("a+")
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      if (path / _LOCK).exists() and os.path.samestat(os.fstat(lock.fileno()), (path / _LOCK).stat()):
+        break
+    except BlockingIOError as error:
+      lock.seek(0)
+      owner = lock.read().strip() or "another process"
+      lock.close()
+      raise RunFolderError(
+        f"{path} is in use by {owner}: wait until it has ended, or choose another folder with --run-dir"
+      ) from error
+    lock.close()  # the process that held it removed the folder
+  lock.truncate(0)
+  lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+  lock.flush()
+  return lock
+
+
+def _check_no_foreign_files(path: pathlib.Path) -> None:
+  if path.is_dir() and not (path / _MARK).exists() and any(entry.name != _LOCK for entry in path.iterdir()):
+    raise RunFolderError(f"{path} contains files that do not belong to a run: choose another folder")
+
+
+def _remove_contents(path: pathlib.Path) -> None:
+  """Deletes all but the lock, which other processes must keep meeting."""
+  for entry in path.iterdir():
+    if entry.is_dir() and not entry.is_symlink():
+      shutil.rmtree(entry)
+    elif entry.name != _LOCK:
+      entry.unlink()
+
+
 def _check_same(path: pathlib.Path, fingerprint: Mapping[str, Any]) -> None:
   try:
     old = json.loads((path / _MARK).read_text())
   except ValueError as error:
-    raise RunFolderError(f"{path / _MARK} is damaged: choose another folder, or overwrite this one") from error
+    raise RunFolderError(
+      f"{path / _MARK} is damaged: choose another folder, or pass --overwrite to delete the run"
+    ) from error
   changes = list(differences(old, fingerprint))
   if changes:
     raise RunFolderError(
       f"{path} holds another run ({'; '.join(changes)}): undo these changes to resume it, "
-      "choose another folder, or pass --overwrite to start afresh and lose it"
+      "choose another folder, or pass --overwrite to delete it and start again"
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
 from typing import NamedTuple
 
 from async_rl import tasks
+from async_rl.recording._metrics import check_wandb
 from async_rl.recording._report import write_report
 from async_rl.recording._run_folder import RunFolder
 from async_rl.rollout._buffer import EndOfData
@@ -40,20 +40,23 @@ def train(experiment: Experiment) -> Summary:
   """Runs an experiment to its end, or resumes it where its folder's newest checkpoint stands.
 
   Raises:
-    RunFolderError, CheckpointError: with one sentence for the user, before anything is computed.
+    RunFolderError, CheckpointError, ImportError: with one sentence for the user, before anything is computed.
     Interrupted: after a checkpoint, if SIGTERM or SIGINT arrived.
     Exception: whatever a thread failed with.
   """
+  if experiment.wandb:
+    check_wandb()
   options = {"config": experiment.name, **dataclasses.asdict(experiment)}
   text = json.dumps(options, indent=2) + "\n"
   folder = RunFolder.open(experiment.run_dir, text, experiment.fingerprint(), overwrite=experiment.overwrite)
   with contextlib.ExitStack() as stack:
+    stack.callback(folder.close)
     try:
       pool = tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout)
       session = Session(experiment, folder, stack.enter_context(pool))
     except BaseException:
       if not folder.resumed:  # nothing was computed, so remove the folder and let the corrected command reuse it
-        shutil.rmtree(folder.path, ignore_errors=True)
+        folder.remove()
       raise
     session.open(stack)
     catch_signals(stack, session.stop_requested)

@@ -88,10 +88,19 @@ class Session:
     self._recorder = ScheduleRecorder(self.folder.schedule, host["schedule"] if host else 0)
     stack.callback(self._recorder.close)
     options = dataclasses.asdict(experiment)
-    self._writer = MetricsWriter(self.folder, resume_step=self.version, wandb=experiment.wandb, config=options)
+    self._writer = MetricsWriter(
+      self.folder,
+      resume_step=self.version,
+      resume_rows=host["metrics"] if host else 0,
+      wandb=experiment.wandb,
+      config=options,
+    )
     stack.callback(self._writer.close)
     self._progress = Progress(experiment.steps, self.version)
     stack.callback(self._progress.close)
+    for damage in (*self._checkpoints.skipped.values(), *self._writer.damaged):
+      self._progress.note(f"damaged: {damage}")
+    self._checkpoints.set_aside_skipped()
     self._unwritten = MetricsBuffer()
     self._scorer = experiment.scorer(self._parts)
     if self._scorer is not None:
@@ -262,6 +271,7 @@ class Session:
         "actor": self.actor.state(),
         "ledger": self._ledger.state(),
         "schedule": self._recorder.flush(),
+        "metrics": self._writer.rows,
         "assigned": {str(step): tickets for step, tickets in self.assigned.items()},
         "accuracy": {str(version): value for version, value in self.accuracy.items()},
       }

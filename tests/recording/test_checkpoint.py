@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from async_rl import stabilizers
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
+from async_rl.recording._checkpoint import DamagedCheckpointError
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._ledger import Ledger
 from async_rl.rollout._mesh import make_mesh
@@ -179,11 +180,44 @@ def test_damaged_checkpoint_is_named(saved, mesh):
   folder, state = saved
   (folder / "2/host/process_0.npz").write_bytes(b"no archive")
   checkpointer = Checkpointer(folder, keep=2, fingerprint=MODEL)
-  with pytest.raises(CheckpointError, match=r"of step 2 cannot be read: .*; resume from another one"):
+  with pytest.raises(DamagedCheckpointError, match=r"of step 2 cannot be read: .*; use another checkpoint"):
     checkpointer.restore(abstract(state))
   shutil.copy(folder / "2/host/process_0.npz", folder / "2/host/process_1.npz")
   with pytest.raises(CheckpointError, match="was made by 2 processes and this run has 1"):
     checkpointer.restore(abstract(state))
+  checkpointer.close()
+
+
+def truncate_files(folder):
+  """Cuts off the second half of each file, as a full disk or a power cut may leave them."""
+  for file in (path for path in folder.rglob("*") if path.is_file()):
+    with file.open("r+b") as content:
+      content.truncate(file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("part", ["params", "optimizer", "host", "meta"])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_set_aside(saved, part):
+  folder, state = saved
+  checkpointer = Checkpointer(folder, keep=3, fingerprint=MODEL)
+  checkpointer.save(4, update(state), {"seed": 4})
+  checkpointer.close()
+  truncate_files(folder / "4" / part)
+  checkpointer = Checkpointer(folder, keep=3, fingerprint=MODEL)
+  with pytest.raises(DamagedCheckpointError, match="of step 4 cannot be read"):
+    checkpointer.restore(abstract(state), step=4)
+  restored, host = checkpointer.restore(abstract(state))
+  assert_equal(restored, state)
+  assert host == {"seed": 1}
+  assert checkpointer.restored_step == 2
+  assert list(checkpointer.skipped) == [4]
+  assert f"the checkpoint in {folder} of step 4 cannot be read" in checkpointer.skipped[4]
+  checkpointer.set_aside_skipped()
+  assert checkpointer.latest_step == 2
+  assert (folder.parent / "damaged" / "4").is_dir()
+  checkpointer.save(4, state, {"seed": "again"})
+  checkpointer.wait()
+  assert checkpointer.restore(abstract(state))[1] == {"seed": "again"}
+  assert checkpointer.skipped == {}
   checkpointer.close()
 
 

@@ -11,6 +11,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from async_rl.recording._metrics import MetricsBuffer
 from async_rl.recording._metrics import MetricsWriter
+from async_rl.recording._metrics import check_wandb
 from async_rl.recording._metrics import read_metrics
 from async_rl.recording._metrics import staleness_histogram
 from async_rl.recording._run_folder import RunFolder
@@ -24,7 +25,8 @@ from async_rl.types import Request
 
 @pytest.fixture
 def folder(tmp_path):
-  return RunFolder.open(tmp_path / "run", "text", {})
+  with RunFolder.open(tmp_path / "run", "text", {}) as folder:
+    yield folder
 
 
 def events(folder):
@@ -87,10 +89,60 @@ def test_resume_drops_what_will_be_written_again(folder):
   assert list(map(json.loads, folder.metrics.read_text().splitlines()))
 
 
-def test_wandb_that_is_missing_is_named_at_once(folder, monkeypatch):
-  monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(ImportError, match="wandb is not installed: `pip install wandb`, or do not log"):
-    MetricsWriter(folder, wandb=True)
+def test_rows_after_the_checkpoint_are_dropped_also_those_of_its_step(folder):
+  writer = MetricsWriter(folder)
+  writer.write(1, {"reward/mean": 1})
+  rows = writer.rows
+  writer.write(1, {"eval/accuracy": 0.5})
+  writer.close()
+  writer = MetricsWriter(folder, resume_step=1, resume_rows=rows)
+  writer.write(1, {"eval/accuracy": 0.5})
+  writer.close()
+  assert list(read_metrics(folder.metrics)) == [{"step": 1, "reward/mean": 1}, {"step": 1, "eval/accuracy": 0.5}]
+
+
+@pytest.mark.parametrize("line", [b'{"step": 2, "rew', b"[2]", b'{"reward": 1}', b"\0\0\0", b"\xff"])
+def test_a_damaged_line_is_named_and_dropped_on_a_resume(folder, line):
+  folder.metrics.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+  with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: .* is not a row of metrics"):
+    list(read_metrics(folder.metrics))
+  writer = MetricsWriter(folder, resume_step=3, resume_rows=3)
+  writer.close()
+  assert len(writer.damaged) == 1
+  assert "metrics.jsonl, line 2: " in writer.damaged[0]
+  assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 3]
+
+
+def test_wandb_that_is_missing_is_named(monkeypatch):
+  monkeypatch.setattr(sys, "path", [])
+  monkeypatch.delitem(sys.modules, "wandb", raising=False)
+  with pytest.raises(ImportError, match="wandb is not installed: `pip install wandb`, or leave out --wandb"):
+    check_wandb()
+
+
+WANDB = """
+calls = []
+
+def init(**options):
+  calls.append(options)
+  import sys
+  return sys.modules[__name__]
+
+def finish():
+  pass
+"""
+
+
+def test_a_resumed_run_continues_its_run_at_wandb(folder, tmp_path, monkeypatch):
+  """A module that records its calls stands in for the service."""
+  (tmp_path / "wandb.py").write_text(WANDB)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, "wandb", raising=False)
+  for _ in range(2):
+    MetricsWriter(folder, wandb=True).close()
+  first, second = sys.modules.pop("wandb").calls
+  assert first["id"] == second["id"]
+  assert first["resume"] == second["resume"] == "allow"
 
 
 def test_staleness_histogram_counts_drawn_tokens():

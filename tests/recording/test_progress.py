@@ -50,6 +50,18 @@ def test_a_warning_is_written_once():
   assert output.getvalue().splitlines() == ["low", "high"]
 
 
+def test_the_last_line_has_the_mean_rate_of_the_run():
+  output = io.StringIO()
+  progress = Progress(3, output=output, every=0.0)
+  for done, (rate, seconds) in enumerate([(100.0, 3.0), (400.0, 1.0), (0.0, 1.0)], start=1):
+    progress.update(done, {"throughput/generated": rate, "time/step": seconds})
+  assert [line.split(": ")[1] for line in output.getvalue().splitlines()] == [
+    "tokens/s 100",
+    "tokens/s 400",
+    "tokens/s 140",
+  ]
+
+
 def test_bar_on_a_terminal():
   output = Terminal()
   progress = Progress(4, start=1, output=output)

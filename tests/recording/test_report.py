@@ -19,6 +19,7 @@ from async_rl.recording._run_folder import RunFolder
 
 def make_run(path, steps=120, seed=0):
   folder = RunFolder.open(path, "text", {"seed": seed})
+  folder.close()
   rng = np.random.default_rng(seed)
   writer = MetricsWriter(folder)
   for step in range(1, steps + 1):
@@ -66,8 +67,11 @@ def test_curves_lie_within_their_panels(tmp_path):
 
 def test_report_of_a_run_that_measured_little(tmp_path):
   folder = RunFolder.open(tmp_path / "short", "text", {})
+  folder.close()
+  write_report(folder)  # no rows at all
+  assert "#0072B2" not in colors(folder.report)
   with pytest.raises(FileNotFoundError, match=r"short has no metrics.jsonl with values: is it the folder of a run"):
-    write_report(folder)
+    compare_runs([folder.path], tmp_path / "compare.png")
   writer = MetricsWriter(folder)
   writer.write(1, {"reward/mean": float("nan")})
   writer.close()

@@ -1,4 +1,8 @@
-"""A folder holds one run: the same resumes, another is refused, nothing foreign is deleted."""
+"""A folder holds one run of one process: the same resumes, another is refused, nothing foreign is deleted."""
+
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -9,34 +13,40 @@ RUN = {"seed": 0, "optimizer": {"rate": 1e-4, "betas": (0.9, 0.999)}}
 
 
 def test_same_run_resumes(tmp_path):
-  folder = RunFolder.open(tmp_path / "deep" / "run", "text", RUN)
-  assert not folder.resumed
-  folder.metrics.write_text("kept")
+  with RunFolder.open(tmp_path / "deep" / "run", "text", RUN) as folder:
+    assert not folder.resumed
+    folder.metrics.write_text("kept")
   again = RunFolder.open(tmp_path / "deep" / "run", "text with more steps", RUN)
+  again.close()
   assert again.resumed
   assert again.metrics.read_text() == "kept"
   assert again.config.read_text() == "text with more steps"
 
 
 def test_another_run_is_refused_or_overwritten(tmp_path):
-  RunFolder.open(tmp_path, "text", RUN).metrics.write_text("old")
+  with RunFolder.open(tmp_path, "text", RUN) as folder:
+    folder.metrics.write_text("old")
+    folder.checkpoints.mkdir()
   other = {"seed": 1, "optimizer": {"rate": 2e-4, "betas": (0.9, 0.999)}}
   with pytest.raises(
     RunFolderError,
     match=r"holds another run \(seed: 0 -> 1; optimizer.rate: 0.0001 -> 0.0002\): undo .*, or pass --overwrite",
   ):
     RunFolder.open(tmp_path, "text", other)
-  folder = RunFolder.open(tmp_path, "other text", other, overwrite=True)
-  assert not folder.resumed
-  assert not folder.metrics.exists()
-  assert RunFolder.open(tmp_path, "other text", other).resumed
+  with RunFolder.open(tmp_path, "other text", other, overwrite=True) as folder:
+    assert not folder.resumed
+    assert not folder.metrics.exists()
+    assert not folder.checkpoints.exists()
+  with RunFolder.open(tmp_path, "other text", other) as folder:
+    assert folder.resumed
 
 
 def test_overwrite_deletes_nothing_but_runs(tmp_path):
   (tmp_path / "thesis.tex").write_text("precious")
   for overwrite in (False, True):
-    with pytest.raises(RunFolderError, match="holds files that are not of a run: choose another folder"):
+    with pytest.raises(RunFolderError, match="contains files that do not belong to a run: choose another folder"):
       RunFolder.open(tmp_path, "text", RUN, overwrite=overwrite)
+  assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
   assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
@@ -49,8 +59,42 @@ def test_unwritable_folder(tmp_path):
 
 
 def test_damaged_mark(tmp_path):
-  RunFolder.open(tmp_path, "text", RUN)
+  RunFolder.open(tmp_path, "text", RUN).close()
   (tmp_path / "run.json").write_text("{")
   with pytest.raises(RunFolderError, match=r"run.json is damaged"):
     RunFolder.open(tmp_path, "text", RUN)
-  assert not RunFolder.open(tmp_path, "text", RUN, overwrite=True).resumed
+  with RunFolder.open(tmp_path, "text", RUN, overwrite=True) as folder:
+    assert not folder.resumed
+
+
+HOLDER = """
+import sys
+from async_rl.recording import RunFolder
+
+folder = RunFolder.open(sys.argv[1], "text", {"seed": 0})
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path, overwrite):
+  run = {"seed": 0}
+  command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+  with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    assert holder.stdout.readline() == "open\n"
+    with pytest.raises(RunFolderError, match=rf"run is in use by process {holder.pid} on .*: wait .*--run-dir"):
+      RunFolder.open(tmp_path / "run", "other text", run, overwrite=overwrite)
+    assert (tmp_path / "run" / "config.txt").read_text() == "text"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+  with RunFolder.open(tmp_path / "run", "other text", run, overwrite=overwrite) as folder:
+    assert folder.resumed != overwrite
+
+
+def test_a_removed_folder_can_be_opened_again(tmp_path):
+  folder = RunFolder.open(tmp_path / "run", "text", RUN)
+  folder.remove()
+  assert not (tmp_path / "run").exists()
+  with RunFolder.open(tmp_path / "run", "text", RUN) as again:
+    assert not again.resumed
