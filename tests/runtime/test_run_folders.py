@@ -28,7 +28,7 @@ def process_environment():
     "jax_disable_most_optimizations",
   )
   path = os.pathsep.join(entry for entry in sys.path if entry)
-  return os.environ | {"PYTHONPATH": path} | {name.upper(): str(getattr(jax.config, name)) for name in settings}
+  return os.environ | {"PYTHONPATH": path} | {name.upper(): str(jax.config.values[name]) for name in settings}
 
 
 def all_rows(folder):
