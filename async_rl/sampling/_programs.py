@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -38,6 +40,7 @@ class Programs:
     whole: the sharding of arrays that every device holds whole.
     rows: the sharding of arrays whose leading axis is slots or prefixes.
     heads: the sharding of keys and values.
+    cache: the sharding and memory layout of the cache.
 
   Args:
     policy: the architecture.
@@ -63,6 +66,7 @@ class Programs:
     self.whole = NamedSharding(mesh, PartitionSpec())
     self.rows = NamedSharding(mesh, PartitionSpec(axes))
     self.heads = NamedSharding(mesh, PartitionSpec(axes, "tensor" if tensor else None))
+    self.cache = _cache_format(self.heads)
     raw = policy.abstract()
     prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
     self.raw_params = _abstract(raw, param_shardings(raw, mesh))
@@ -96,7 +100,7 @@ class Programs:
   def init_cache(self, length: int) -> Cache:
     """Returns an empty cache. The program is not kept, since it runs once."""
     init = functools.partial(self._policy.init_cache, self._config.slots, length)
-    return jax.jit(init, out_shardings=self.heads)()
+    return jax.jit(init, out_shardings=self.cache)()
 
   def prepare(self) -> Callable[..., Any]:
     """Returns the program of `prepare_weights`: raw params -> params."""
@@ -115,23 +119,23 @@ class Programs:
     """Returns the program of `_decode.put` at these lengths: a layer's cache (donated), new, rows, slots -> cache."""
     rows = self.prefill_rows(prefix)
     index = self._integers((rows * self._config.group_size,), self.whole)
-    layers = self._layer(self._config.slots, length), self._layer(rows, prefix)
+    layers = self._layer(self._config.slots, length, self.cache), self._layer(rows, prefix, self.heads)
     prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
     function = functools.partial(_decode.put, prefixes)
-    jitted = jax.jit(function, donate_argnums=0, out_shardings=self.heads)
+    jitted = jax.jit(function, donate_argnums=0, out_shardings=self.cache)
     return self._get(("put", prefix, length), lambda: jitted.lower(*layers, index, index))
 
   def resize(self, old: int, new: int) -> Callable[..., Any]:
     """Returns the program of `_decode.resize`: a layer's cache -> a layer's cache."""
-    jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self.heads)
-    return self._get(("resize", old, new), lambda: jitted.lower(self._layer(self._config.slots, old)))
+    jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self.cache)
+    return self._get(("resize", old, new), lambda: jitted.lower(self._layer(self._config.slots, old, self.cache)))
 
   def decode(self, length: int) -> Callable[..., Any]:
     """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version -> cache, drawn."""
     function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
-    cache = (self._layer(self._config.slots, length),) * self._policy.config.num_layers
+    cache = (self._layer(self._config.slots, length, self.cache),) * self._policy.config.num_layers
     slots = _abstract(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
-    jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.heads, self.whole))
+    jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
     return self._get(
       ("decode", length), lambda: jitted.lower(self.params, cache, slots, self._integers((), self.whole))
     )
@@ -144,9 +148,20 @@ class Programs:
   def _integers(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-  def _layer(self, rows: int, length: int) -> Any:
+  def _layer(self, rows: int, length: int, sharding: NamedSharding | Format) -> Any:
     shape = (rows, self._policy.config.num_kv_heads, length, self._policy.config.head_dim)
-    return (jax.ShapeDtypeStruct(shape, self._policy.dtype, sharding=self.heads),) * 2
+    return (jax.ShapeDtypeStruct(shape, self._policy.dtype, sharding=sharding),) * 2
+
+
+def _cache_format(heads: NamedSharding) -> NamedSharding | Format:
+  """Returns how keys and values [B, N, S, d] lie in memory: on TPUs position by position, elsewhere head by head.
+
+  A decode step writes one position of every head. On TPUs the compiler wants that position's heads side by side; where
+  the cache comes in another order, each chunk copies it twice and holds it twice.
+  """
+  if heads.mesh.devices.flat[0].platform != "tpu":
+    return heads
+  return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
 
 
 def _abstract(tree: Any, shardings: Any) -> Any:

@@ -1,0 +1,71 @@
+"""The order of the cache in memory: the same samples in any order, and on TPUs the one that is never copied."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from sampling_helpers import CONFIG
+from sampling_helpers import STOPS
+from sampling_helpers import engine_of
+from sampling_helpers import make
+from sampling_helpers import requests_of
+from sampling_helpers import same
+
+from async_rl import models
+from async_rl import sampling
+from async_rl.sampling import _programs
+
+
+def by_position(heads):
+  return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
+
+
+def test_the_order_of_the_cache_changes_no_sample(monkeypatch):
+  monkeypatch.setattr(_programs, "_cache_format", by_position)
+  policy, params = make()
+  config = sampling.SamplerConfig(**{**vars(CONFIG), "length_buckets": 3})  # the cache grows and shrinks
+  engine = sampling.Engine(policy, config, STOPS, pad_id=0)
+  engine.set_weights(params, 3)
+  assert engine._cache[0][0].format.layout.major_to_minor == (0, 2, 1, 3)
+  got = sampling.generate(engine, requests_of(range(7)))
+  assert engine._cache[0][0].format.layout.major_to_minor == (0, 2, 1, 3)
+  same(got, sampling.generate(engine_of(), requests_of(range(7))), exact=False)
+
+
+@pytest.fixture
+def tpu(monkeypatch):
+  """A TPU chip that is not there: programs compile for it."""
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("compiling for TPUs needs the package libtpu")
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine's metadata server to ask
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles, so that others may do so, too
+  jax.config.update("jax_enable_compilation_cache", False)  # such programs cannot be read back
+  yield topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+  jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.parametrize("order", ["by position", "by head"])
+def test_decoding_on_tpus_holds_the_cache_once(tpu, monkeypatch, order):
+  if order == "by head":  # what it costs otherwise: the day this fails, the special order can go
+    monkeypatch.setattr(_programs, "_cache_format", lambda heads: heads)
+  config = models.ModelConfig(
+    vocab_size=256, d_model=128, num_layers=2, num_heads=16, num_kv_heads=8, head_dim=128, d_ff=128
+  )
+  sizes = sampling.SamplerConfig(
+    slots=64, group_size=8, max_prompt_tokens=256, max_new_tokens=256, chunk=32, length_buckets=1
+  )
+  mesh = Mesh(np.array([tpu]).reshape(1, 1, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  program = _programs.Programs(models.Policy(config), sizes, (1,), mesh).decode(sizes.capacity)
+  cache = 2 * 2 * 64 * 8 * sizes.capacity * 128 * 2  # bytes of keys and values
+  memory = program.memory_analysis()
+  assert memory.alias_size_in_bytes >= cache, "the cache is updated in place"
+  if order == "by position":
+    assert memory.temp_size_in_bytes < cache / 10
+  else:
+    assert memory.temp_size_in_bytes > cache / 2
