@@ -22,7 +22,7 @@ Options, for those who want to try them:
 
 - `control_alignment(chain)` skips steps whose gradient repeats the previous one. It wraps the whole chain, so that a
   skipped step leaves Adam's moments alone. Measure first (`track_cosine`): where the signal is strong, gradients are
-  aligned without any staleness and it skips step after step, up to its limit. In our sweeps it helped at no lag.
+  aligned without any staleness and it skips step after step, up to its limit. In our sweeps it is not shown to help.
 - `lead_by_momentum(chain, lag)` lets samplers draw with the weights that momentum is about to reach. It is not shown to
   help over the same momentum without it.
 - `control_lag` is no transformation: it tells a trainer that can change its lag bound while it runs when to do so.

@@ -37,6 +37,14 @@ def test_spike_is_counted_and_moves_the_usual_norm_no_further_than_the_threshold
   assert int(states[-1].grad_spike_count) == 1
 
 
+def test_by_default_the_mean_decays_by_a_twentieth_and_a_spike_is_five_times_the_usual():
+  steady = [jnp.array([1.0])] * 40
+  states = run(stabilizers.track_norm(), [*steady, jnp.array([4.9])])
+  np.testing.assert_allclose(states[-1].grad_norm_usual, 4.9**0.05, rtol=1e-5)
+  assert not bool(states[-1].grad_spike)
+  assert bool(run(stabilizers.track_norm(), [*steady, jnp.array([5.1])])[-1].grad_spike)
+
+
 def test_lasting_growth_stops_being_a_spike():
   states = run(stabilizers.track_norm(decay=0.8, threshold=3.0), [jnp.array([1.0])] * 5 + [jnp.array([50.0])] * 30)
   assert bool(states[5].grad_spike)
