@@ -82,7 +82,7 @@ def track_norm(
     entering = jnp.where(spike, threshold * usual, norm)
     weight = jnp.maximum(1.0 - decay, 1.0 / (seen + 1.0))
     counts = finite & (norm > 0)
-    log_usual = jnp.where(seen > 0, jnp.log(jnp.where(seen > 0, usual, 1.0)), 0.0)
+    log_usual = jnp.log(jnp.where(seen > 0, usual, 1.0))
     log_entering = jnp.log(jnp.where(counts, entering, 1.0))
     moved = jnp.exp((1.0 - weight) * log_usual + weight * log_entering).astype(jnp.float32)
     return updates, TrackNormState(

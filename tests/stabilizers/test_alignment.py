@@ -108,6 +108,30 @@ def test_worked_example():
   np.testing.assert_allclose(matched[0] / np.linalg.norm(matched), LOW, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+  ("cosine", "regime"),
+  [
+    (0.19, AlignmentRegime.KEPT),
+    (0.21, AlignmentRegime.PROJECTED),
+    (0.79, AlignmentRegime.PROJECTED),
+    (0.81, AlignmentRegime.SKIPPED),
+  ],
+)
+def test_default_thresholds_are_two_and_eight_tenths(cosine, regime):
+  transformation = stabilizers.control_alignment(optax.identity())
+  _, state = transformation.update(jnp.array([1.0, 0.0]), transformation.init(jnp.zeros(2)))
+  _, state = transformation.update(jnp.array([cosine, math.sqrt(1 - cosine**2)]), state)
+  assert int(state.alignment_regime) == regime
+
+
+def test_by_default_five_skips_in_a_row_are_the_most():
+  optimizer = stabilizers.control_alignment(optax.sgd(1.0))
+  state = optimizer.init(jnp.zeros(2))
+  for _ in range(8):
+    _, state = optimizer.update(jnp.array([1.0, 0.0]), state)
+  assert (int(state.skip_count), int(state.forced_count)) == (5, 2)
+
+
 def test_only_positive_alignment_is_controlled():
   updates, state = two_steps([-3.0, 0.1])
   np.testing.assert_array_equal(updates, jnp.array([-3.0, 0.1]))

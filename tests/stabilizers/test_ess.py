@@ -94,6 +94,15 @@ def test_the_tracked_ratio_starts_where_it_is_told_and_counts_masked_rows_out():
     tracker.update(state, log_weights=HALF[None], on_policy=True)
 
 
+def test_the_tracked_ratio_moves_by_a_tenth_by_default():
+  tracker = stabilizers.track_on_policy_ratio()
+  state = tracker.init()
+  assert float(tracker(state)) == 1.0
+  for log_weights in (HALF, jnp.zeros(4)):
+    state = tracker.update(state, log_weights=log_weights, on_policy=True)
+  assert float(state.on_policy_ess_ratio) == pytest.approx(0.9 * 0.5 + 0.1)
+
+
 def test_the_tracked_ratio_insists_on_its_arguments():
   make = optax.inject_hyperparams(stabilizers.scale_by_ess)
   transformation = make(on_policy_ratio=stabilizers.track_on_policy_ratio(0.9))

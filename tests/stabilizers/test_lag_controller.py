@@ -72,6 +72,17 @@ def test_limits_can_be_switched_off():
   assert run(stabilizers.control_lag(8, cosine_ceiling=1.0, decay=0.0), [GOOD] * 3, [1.0] * 3) == [8] * 3
 
 
+def test_defaults_cut_at_a_quarter_and_a_half_and_recover_after_twenty():
+  controller = stabilizers.control_lag(8)
+  assert run(controller, [0.26] * 5, [0.49] * 5) == [8] * 5
+  assert run(controller, [0.24] * 5) == [4] * 5
+  assert run(controller, [GOOD] * 5, [0.51] * 5) == [4] * 5
+  assert run(controller, [0.24] + [GOOD] * 30).index(5) == 1 + 8 + 20  # the cut, 8 + 1 ignored, 20 without alarm
+  # The newest weighs at least a fifth: 0.8 * 0.3 + 0.2 * 0.01 = 0.242 after many, and 0.8 * 0.3 + 0.2 * 0.1 = 0.26.
+  assert run(controller, [0.3] * 10 + [0.01])[-1] == 4
+  assert run(controller, [0.3] * 10 + [0.1])[-1] == 8
+
+
 def test_closes_the_loop():
   """Where the ESS ratio falls with lag, the controller finds the lag that training bears."""
   controller = stabilizers.control_lag(64, decay=0.5, patience=10)
