@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(report(train(experiment)))
   except Interrupted as stop:
     print(stop, file=sys.stderr)
-    return 143
+    return stop.status
   except KeyboardInterrupt:
     print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
     return 130

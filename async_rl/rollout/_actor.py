@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,9 +131,11 @@ class Actor:
     self._put_complete_groups()
     return busy
 
-  def finish_groups(self) -> None:
-    """Finishes all groups that were submitted."""
+  def finish_groups(self, between_chunks: Callable[[], None] | None = None) -> None:
+    """Finishes all groups that were submitted; calls `between_chunks` before each chunk, whose error ends the work."""
     while self.conversations:
+      if between_chunks is not None:
+        between_chunks()
       self.resume_answered(wait=True)  # wait, rather than poll, so that runs are reproducible
       if not self.decode_chunk():
         self.wait_for_rewards()

@@ -12,6 +12,6 @@ from async_rl.runtime._reward_model import pair_accuracy as pair_accuracy
 from async_rl.runtime._reward_model import train_reward_model as train_reward_model
 from async_rl.runtime._run import Summary as Summary
 from async_rl.runtime._run import train as train
-from async_rl.runtime._session import Interrupted as Interrupted
 from async_rl.runtime._session import Session as Session
+from async_rl.runtime._signals import Interrupted as Interrupted
 from async_rl.runtime._supervised import train_supervised as train_supervised

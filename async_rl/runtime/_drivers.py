@@ -23,7 +23,7 @@ def drive(session: Session) -> None:
 
   Raises:
     EndOfData: if the data end first.
-    Interrupted: after a checkpoint, if a signal asked the run to end.
+    StopRequested: if a signal asked the run to end.
   """
   experiment = session.experiment
   if experiment.mode == "async":
@@ -61,15 +61,16 @@ def run_simulated(session: Session, lags: LagDistribution) -> None:
   session.publish_weights()
   while not session.done:
     session.actor.set_weights(*session.store.latest(at_least=session.version))
+    session.submit_unfinished()
     # A step past the end of a run that was extended has no batch from the version that should have fed it.
     for step in sorted({session.version, *lags.steps_fed_by(session.version)}):
       if step < session.experiment.steps and step not in assigned:
         assigned[step] = _submit_groups(session, groups_per_step)
-    _sample_assigned(session)
+    _sample_assigned(session, groups_per_step)
     if len(assigned[session.version]) < groups_per_step:
       raise EndOfData(f"the data ended after {session.version} steps")
     batch = session.take_batch(assigned[session.version])
-    del assigned[session.version]  # only now: a signal makes `take_batch` save
+    del assigned[session.version]  # only now: until it is taken, a checkpoint needs it
     session.step(batch)
 
 
@@ -85,6 +86,7 @@ def replay(session: Session, schedule: Iterable[Event]) -> None:
   for kind, *details in events:
     if session.done:
       return
+    session.stop.check()
     match kind:
       case "weights" if details[0] != session.actor.version:  # a run that was resumed takes its weights once more
         session.actor.set_weights(details[0], weights.pop(details[0]))
@@ -111,15 +113,21 @@ def _submit_groups(session: Session, count: int) -> list[int]:
   return [ticket for _ in range(count) if (ticket := session.submit_group()) is not None]
 
 
-def _sample_assigned(session: Session) -> None:
+def _sample_assigned(session: Session, groups_per_step: int) -> None:
   """Finishes all groups, and other ones in place of those that failed."""
-  failed = True
-  while failed:
-    session.actor.finish_groups()
+  session.stop.activity = f"sampling for step {session.version + 1}"
+  assigned = session.assigned
+  replaced = True
+  while replaced:
+    session.actor.finish_groups(session.stop.check)
     complete = {group.request.ticket for group in session.buffer.groups()}
-    failed = False
-    for step, tickets in session.assigned.items():
+    replaced = False
+    for step, tickets in assigned.items():
       good = [ticket for ticket in tickets if ticket in complete]
-      if len(good) < len(tickets):
-        failed = True
-        session.assigned[step] = good + _submit_groups(session, len(tickets) - len(good))
+      replacements = _submit_groups(session, len(tickets) - len(good))
+      assigned[step] = good + replacements
+      replaced = replaced or bool(replacements)
+  if any(len(tickets) < groups_per_step for tickets in assigned.values()):  # the data ended
+    left = [ticket for _, tickets in sorted(assigned.items()) for ticket in tickets]
+    for step in sorted(assigned):
+      assigned[step], left = left[:groups_per_step], left[groups_per_step:]

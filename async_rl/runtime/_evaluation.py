@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ def complete(
   requests: Sequence[Request],
   samples: int,
   rewards: tasks.RewardPool,
+  between_chunks: Callable[[], None] | None = None,
 ) -> list[ScoredGroup]:
   """Completes `requests` with an idle engine under its current weights, a tool's turns included.
 
@@ -45,6 +47,7 @@ def complete(
     samples: K, the engine's group size.
     rewards: the pool that scores and answers; answers are awaited after every chunk, so samples cannot influence one
       another.
+    between_chunks: called before each chunk; what it raises ends the work.
 
   Returns:
     The groups in the order of the requests.
@@ -53,6 +56,8 @@ def complete(
   for request in requests:
     conversations.submit(request)
   while not engine.idle:
+    if between_chunks is not None:
+      between_chunks()
     for completion in engine.step():
       conversations.process_completion(completion)
     conversations.resume_answered(wait=True)
@@ -69,6 +74,7 @@ def evaluate(
   *,
   proxy: tasks.Scorer | None = None,
   policy: models.Params | None = None,
+  between_chunks: Callable[[], None] | None = None,
 ) -> dict[str, float]:
   """Completes `prompts` with an idle engine under its current weights and scores the completions.
 
@@ -81,6 +87,7 @@ def evaluate(
     proxy: what stands in for the judge in training, such as a reward model.
     policy: the learner's parameters, to measure their distance to its reference policy; the engine must have the same
       and sample at the run's temperature.
+    between_chunks: called before each chunk; what it raises ends the work.
 
   Returns:
     `accuracy` (mean reward), `interval` (half the width of its 95 % interval; of two prompts or more), `length` (mean
@@ -89,7 +96,7 @@ def evaluate(
     `kl_reference`, the mean over completions of log pi - log pi_ref: an unbiased estimate of the KL of whole sequences.
   """
   requests = [parts.encoder.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
-  groups = complete(engine, parts.encoder, requests, samples, rewards)
+  groups = complete(engine, parts.encoder, requests, samples, rewards, between_chunks)
   completions = [c for group in groups for c in group.completions]
   accuracy, interval = mean_and_interval(np.array([[r.value for r in group.results] for group in groups]).mean(axis=1))
   found = {

@@ -15,7 +15,8 @@ from async_rl.rollout._buffer import EndOfData
 from async_rl.runtime._drivers import drive
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._session import Session
-from async_rl.runtime._signals import catch_signals
+from async_rl.runtime._signals import StopRequested
+from async_rl.runtime._signals import StopSignal
 
 
 class Summary(NamedTuple):
@@ -41,7 +42,7 @@ def train(experiment: Experiment) -> Summary:
 
   Raises:
     RunFolderError, CheckpointError, ImportError: with one sentence for the user, before anything is computed.
-    Interrupted: after a checkpoint, if SIGTERM or SIGINT arrived.
+    Interrupted: if SIGTERM or SIGINT arrived, after a checkpoint.
     Exception: whatever a thread failed with.
   """
   if experiment.wandb:
@@ -51,17 +52,19 @@ def train(experiment: Experiment) -> Summary:
   folder = RunFolder.open(experiment.run_dir, text, experiment.fingerprint(), overwrite=experiment.overwrite)
   with contextlib.ExitStack() as stack:
     stack.callback(folder.close)
+    stop = StopSignal()
+    stack.enter_context(stop.caught())
     try:
       pool = tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout)
-      session = Session(experiment, folder, stack.enter_context(pool))
+      session = Session(experiment, folder, stack.enter_context(pool), stop)
     except BaseException:
       if not folder.resumed:  # nothing was computed, so remove the folder and let the corrected command reuse it
         folder.remove()
       raise
     session.open(stack)
-    catch_signals(stack, session.stop_requested)
-    ended_early = _run_to_the_end(session)
-  write_report(folder)
+    with stop.deferred():
+      ended_early = _run_to_the_end(session)
+    write_report(folder)
   versions = sorted(session.accuracy)
   before, after = (session.accuracy[versions[0]], session.accuracy[versions[-1]]) if versions else (None, None)
   return Summary(folder, session.version, after, before, ended_early)
@@ -69,14 +72,17 @@ def train(experiment: Experiment) -> Summary:
 
 def _run_to_the_end(session: Session) -> bool:
   """Evaluates, takes the steps, evaluates and saves; returns whether the data ended before the steps did."""
-  if session.version == 0:
-    session.evaluate()
-  session.start_clock()
   ended_early = False
   try:
-    drive(session)
-  except EndOfData:
-    ended_early = not session.done
-  session.evaluate()
+    if not session.done and session.evaluation_due:
+      session.evaluate()
+    session.start_clock()
+    try:
+      drive(session)
+    except EndOfData:
+      ended_early = not session.done
+    session.evaluate()
+  except StopRequested:
+    session.save_and_interrupt()
   session.save()
   return ended_early

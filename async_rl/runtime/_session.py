@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-import threading
 from typing import Any
+from typing import NoReturn
 
 import jax
 
@@ -28,15 +28,12 @@ from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._kept import set_reference
 from async_rl.runtime._meter import StepMeter
 from async_rl.runtime._parts import Parts
+from async_rl.runtime._signals import StopSignal
 from async_rl.types import Group
 from async_rl.types import TrainState
 
 #: Seconds between two checks for a signal while the learner waits for a batch.
 _POLL_SECONDS = 1.0
-
-
-class Interrupted(Exception):
-  """SIGTERM or SIGINT arrived; the run was saved."""
 
 
 class Session:
@@ -46,6 +43,7 @@ class Session:
     experiment: the experiment to run.
     folder: the run's folder.
     rewards: the pool that judges evaluations, and training samples unless the experiment has a scorer.
+    stop: the signals that ask the run to end.
 
   Attributes:
     version: the number of optimizer steps done.
@@ -54,19 +52,21 @@ class Session:
     actor: the sampling side.
     assigned: tickets of the batches still to be trained, by step, where one thread samples and learns.
     accuracy: held-out accuracy by version.
-    stop_requested: set when a signal asked the run to end.
+    unfinished: tickets of groups that were being sampled when a simulated run was saved, to be submitted again.
+    stop: the signals that ask the run to end.
   """
 
   actor: Actor
   state: TrainState
 
-  def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool):
+  def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool, stop: StopSignal):
     self.experiment = experiment
     self.folder = folder
     self.version = 0
     self.assigned: dict[int, list[int]] = {}
     self.accuracy: dict[int, float] = {}
-    self.stop_requested = threading.Event()
+    self.unfinished: list[int] = []
+    self.stop = stop
     self._parts = Parts(experiment)
     self._rewards = rewards
     self._scorer: tasks.Scorer | None = None  # scores training samples in place of the task
@@ -114,6 +114,7 @@ class Session:
       self._restore_host(host)
     else:
       self.save()
+    self.stop.activity = "compiling the sampler"
     self._parts.engine.warmup(resumes=self._parts.encoder.has_tool)
 
   def _restore_or_start(self) -> dict[str, Any] | None:
@@ -132,7 +133,10 @@ class Session:
   def _restore_host(self, host: dict[str, Any]) -> None:
     self.buffer.restore(host["buffer"], self._parts.prompts.prompts, host["actor"]["tickets"].tolist())
     saved = sum(map(drawn_tokens, self.buffer.groups()))
-    self.actor.restore(host["actor"])
+    if self.experiment.mode == "simulated":  # continued samples could differ from undisturbed ones in the last bits
+      self.unfinished = host["actor"]["tickets"].tolist()
+    else:
+      self.actor.restore(host["actor"])
     self._ledger.restore(host["ledger"], saved + self.actor.held_tokens())
     self.assigned = {int(step): tickets for step, tickets in host["assigned"].items()}
     self.accuracy = {int(version): value for version, value in host["accuracy"].items()}
@@ -162,18 +166,22 @@ class Session:
       self.actor.submit(ticket)
     return ticket
 
+  def submit_unfinished(self) -> None:
+    """Hands the actor again the groups that it had not finished when the run was saved."""
+    for ticket in self.unfinished:
+      self.actor.submit(ticket)
+    self.unfinished = []
+
   def take_batch(self, tickets: list[int] | None = None) -> list[Group]:
     """Returns the groups of the next step, those with `tickets` or the most urgent ones; waits for the actor's thread.
 
     Raises:
       EndOfData: if no further batch can be formed.
-      Interrupted: after a checkpoint, if a signal asked the run to end.
+      StopRequested: if a signal asked the run to end.
     """
+    self.stop.activity = f"waiting for the batch of step {self.version + 1}"
     while True:
-      if self.stop_requested.is_set():
-        self.save()
-        self._checkpoints.wait()
-        raise Interrupted(f"stopped by a signal after step {self.version}; the same command resumes it")
+      self.stop.check()
       try:
         groups = self.buffer.take(self.version, timeout=_POLL_SECONDS, tickets=tickets)
       except TimeoutError:
@@ -187,6 +195,7 @@ class Session:
     """Takes one optimizer step, publishes its weights, and evaluates and saves if that is due."""
     learner, experiment = self._parts.learner, self.experiment
     self._meter.begin_step()
+    self.stop.activity = f"training step {self.version + 1}"
     batch = learner.put(learning.pack(groups, learner.shape))
     with self._device_turn():
       self.state, metrics = learner.step(self.state, batch)
@@ -194,7 +203,7 @@ class Session:
       if not self.done:
         self.publish_weights()
     self._log(metrics, groups)
-    if not self.done and experiment.eval_every and self.version % experiment.eval_every == 0:
+    if not self.done and self.evaluation_due:
       self.evaluate()
     if not self.done and experiment.checkpoint_every and self.version % experiment.checkpoint_every == 0:
       self.save()
@@ -207,11 +216,22 @@ class Session:
 
   # Evaluate.
 
+  @property
+  def evaluation_due(self) -> bool:
+    """Whether the current version, between the first and the last, is one of those to evaluate."""
+    interval = self.experiment.eval_every
+    return self.version == 0 or (bool(interval) and self.version % interval == 0)
+
   def evaluate(self) -> None:
-    """Measures the held-out accuracy of the current version, once; the actor's thread goes on meanwhile."""
+    """Measures the held-out accuracy of the current version, once; the actor's thread goes on meanwhile.
+
+    Raises:
+      StopRequested: if a signal asked the run to end.
+    """
     parts, experiment = self._parts, self.experiment
     if not parts.held_out or self.version in self.accuracy:
       return
+    self.stop.activity = f"evaluating step {self.version}"
     self._flush_metrics()
     engine = parts.evaluator
     with self._device_turn():
@@ -219,7 +239,15 @@ class Session:
       # Greedy samples say nothing about the distance to the reference.
       measured = experiment.keeps_reference and experiment.evaluation_config().temperature == experiment.temperature
       policy = self.state.params if measured else None
-      found = evaluate(parts, engine, parts.held_out, self._rewards, proxy=self._scorer, policy=policy)
+      found = evaluate(
+        parts,
+        engine,
+        parts.held_out,
+        self._rewards,
+        proxy=self._scorer,
+        policy=policy,
+        between_chunks=self.stop.check,
+      )
     self._warn_of_failures()
     self.accuracy[self.version] = found["accuracy"]
     self._writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
@@ -258,6 +286,13 @@ class Session:
         self._progress.warn(f"failed {reason}; such samples are not trained, see reward/failures and tools/failures")
 
   # Save.
+
+  def save_and_interrupt(self) -> NoReturn:
+    """Saves the run after a signal, waits until that is on disk, and raises `Interrupted`."""
+    self.stop.activity = f"saving step {self.version}"
+    self.save()
+    self._checkpoints.wait()
+    raise self.stop.interrupted(f"after step {self.version}")
 
   def save(self) -> None:
     """Starts a checkpoint of the current version, the actor paused between two chunks."""

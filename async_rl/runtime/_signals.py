@@ -1,26 +1,121 @@
-"""Signals that end a run: it is saved first."""
+"""Signals that end a run: they are answered at once and obeyed between two chunks of work, so that it can be saved."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import socket
+import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-def catch_signals(stack: contextlib.ExitStack, wanted: threading.Event) -> None:
-  """Makes SIGTERM and a first SIGINT set `wanted`, until `stack` closes; a second SIGINT does what it did before.
 
-  Does nothing outside of the main thread, which alone may handle signals.
+class Interrupted(BaseException):
+  """SIGTERM or SIGINT ended the run; like KeyboardInterrupt, no `except Exception` stops it.
+
+  Args:
+    message: one sentence for the user.
+    number: the number of the signal.
+
+  Attributes:
+    status: the exit status of the process by the shells' convention: 143 after SIGTERM, 130 after SIGINT.
   """
-  if threading.current_thread() is not threading.main_thread():
-    return
-  before: dict[int, Any] = {int(n): signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
 
-  def stop(*_: Any) -> None:
-    wanted.set()
-    signal.signal(signal.SIGINT, before[signal.SIGINT])
+  def __init__(self, message: str, number: int):
+    super().__init__(message)
+    self.status = 128 + number
 
-  for number in before:
-    signal.signal(number, stop)
-    stack.callback(signal.signal, number, before[number])
+
+class StopRequested(Exception):
+  """Ends the work at hand after a signal, so that the run can be saved."""
+
+
+class StopSignal:
+  """Notices SIGTERM and SIGINT while a run works.
+
+  A thread answers a signal at once, also while the main thread compiles or waits for a device; the main thread obeys
+  at its next `check`, in `deferred` work. Other work, which has nothing to save, ends with `Interrupted` as soon as the
+  interpreter is reached. A second SIGINT does what it did before.
+
+  Attributes:
+    activity: the work at hand, for the answer to the user, such as "evaluating version 3".
+  """
+
+  def __init__(self) -> None:
+    self.activity = "starting"
+    self._number = 0
+    self._deferred = False
+
+  @property
+  def number(self) -> int:
+    """The number of the signal that arrived, 0 if none did."""
+    return self._number
+
+  def request(self, number: int = signal.SIGTERM) -> None:
+    """Requests the stop as if signal `number` had arrived."""
+    self._number = self._number or number
+
+  def check(self) -> None:
+    """Raises `StopRequested` if a signal arrived."""
+    if self._number:
+      raise StopRequested
+
+  def interrupted(self, when: str) -> Interrupted:
+    """Returns the error that ends the run; `when` completes "stopped by SIGTERM ..."."""
+    name = signal.Signals(self._number).name
+    return Interrupted(f"stopped by {name} {when}; rerun the same command to resume", self._number)
+
+  @contextlib.contextmanager
+  def deferred(self) -> Iterator[None]:
+    """Marks work that obeys a signal by itself, by calls of `check`."""
+    self._deferred = True
+    try:
+      yield
+    finally:
+      self._deferred = False
+
+  @contextlib.contextmanager
+  def caught(self) -> Iterator[None]:
+    """Handles signals until the end of the context; does nothing outside of the main thread, which alone may."""
+    if threading.current_thread() is not threading.main_thread():
+      yield
+      return
+    before: dict[int, Any] = {int(number): signal.getsignal(number) for number in _SIGNALS}
+
+    def obey(number: int, _: Any) -> None:
+      self.request(number)
+      signal.signal(signal.SIGINT, before[signal.SIGINT])
+      if not self._deferred:
+        raise self.interrupted(f"while {self.activity}")
+
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=self._answer, args=(receiver,), name="signals", daemon=True)
+    thread.start()
+    try:
+      for number in before:
+        signal.signal(number, obey)
+      yield
+    finally:
+      for number, handler in before.items():
+        signal.signal(number, handler)
+      signal.set_wakeup_fd(wakeup)
+      sender.close()  # ends the thread
+      thread.join()
+      receiver.close()
+
+  def _answer(self, receiver: socket.socket) -> None:
+    """Tells the user that the first signal was received, from a thread that is never busy."""
+    answered = False
+    while numbers := receiver.recv(16):
+      for number in numbers:
+        if number in _SIGNALS and not answered:
+          answered = True
+          self.request(number)
+          name = signal.Signals(number).name
+          then = "the run is saved after this chunk of work and stops; Ctrl-C stops it without"
+          print(f"{name} received while {self.activity}: {then}", file=sys.stderr, flush=True)

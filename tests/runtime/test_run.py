@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import resource
-import signal
 import threading
 import time
 
@@ -73,7 +72,7 @@ def test_a_signal_in_a_simulated_run_changes_nothing(tmp_path, monkeypatch, lag)
 
   def signalled(self, tickets=None):
     if self.version == 3:
-      self.stop_requested.set()
+      self.stop.request()
     return take(self, tickets)
 
   with monkeypatch.context() as patch:
@@ -120,26 +119,6 @@ def test_async_resumes_with_everything_in_flight(tmp_path):
   assert max(r["staleness/max"] for r in rows(summary)) <= 2
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
-  experiment = Tiny(run_dir=str(tmp_path), mode="async", steps=10_000)
-
-  def interrupt():
-    while not rows_at(tmp_path):
-      time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-  threading.Thread(target=interrupt, daemon=True).start()
-  with pytest.raises(runtime.Interrupted, match="resumes it"):
-    runtime.train(experiment)
-  done = max(r["step"] for r in rows_at(tmp_path))
-  summary = runtime.train(dataclasses.replace(experiment, steps=done + 2))
-  assert summary.version == done + 2
-
-
-def rows_at(path):
-  return [r for r in recording.read_metrics(path / "metrics.jsonl") if "reward/mean" in r]
-
-
 @dataclasses.dataclass(frozen=True)
 class Broken(DigitSums):
   def reward(self, prompt, text, finish):
@@ -149,7 +128,7 @@ class Broken(DigitSums):
 @dataclasses.dataclass(frozen=True)
 class BrokenTiny(Tiny):
   def task(self):
-    return Broken(numbers=2, train=64, test=8, data_dir=super().task().data_dir)
+    return Broken(numbers=2, train=self.train_prompts, test=8, data_dir=super().task().data_dir)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +151,37 @@ def test_a_group_whose_rewards_fail_is_replaced(tmp_path, mode):
   assert summary.version == 6
   assert host["ledger"]["ended"]["failed/reward"] > 0
   assert all(r["staleness/max"] <= 2 for r in rows(summary))
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(DigitSums):
+  """Its reward fails on every second prompt."""
+
+  def reward(self, prompt, text, finish):
+    if prompt.id % 2:
+      raise ZeroDivisionError
+    return super().reward(prompt, text, finish)
+
+
+@dataclasses.dataclass(frozen=True)
+class HalvedTiny(Tiny):
+  def task(self):
+    return Halved(numbers=2, train=10, test=8, data_dir=super().task().data_dir)
+
+
+@pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
+def test_failed_groups_at_the_end_of_the_data_cost_no_mode_a_step(tmp_path, mode):
+  summary = runtime.train(HalvedTiny(run_dir=str(tmp_path), mode=mode, steps=100, epochs=2))
+  assert summary.ended_early
+  assert summary.version == 2  # 10 of 20 groups succeed, 4 are a step
+  assert all(r["staleness/max"] <= 2 for r in rows(summary))
+
+
+def test_data_that_give_no_step_end_the_run_with_a_report_that_says_so(tmp_path):
+  summary = runtime.train(BrokenTiny(run_dir=str(tmp_path), steps=100, epochs=1, train_prompts=8))
+  assert summary.ended_early
+  assert summary.version == 0
+  assert summary.folder.report.exists()
 
 
 @dataclasses.dataclass(frozen=True)
