@@ -13,3 +13,4 @@ from async_rl.learning._objective import objective
 from async_rl.learning._rlhf import KL
 from async_rl.learning._rlhf import Method
 from async_rl.learning._rlhf import rlhf_objective
+from async_rl.learning._telemetry import METRICS

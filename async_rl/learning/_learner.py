@@ -21,6 +21,7 @@ from async_rl.learning._batch import BatchShape
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
 from async_rl.learning._objective import Objective
+from async_rl.learning._telemetry import LAG_EDGES
 from async_rl.learning._telemetry import Collected
 from async_rl.learning._telemetry import batch_metrics
 from async_rl.learning._telemetry import optimizer_metrics
@@ -54,6 +55,8 @@ class Learner:
     mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
     temperature: the temperature of the sampler's softmax.
     head_chunk: the number of positions of a row whose logits are formed at a time.
+    max_lag: the largest lag of a token, which bounds the buckets of the metrics by lag; `None`: any. At 0 there are no
+      such metrics.
     score: the function that scores tokens in place of `models.score` of the policy: (params, tokens, segments,
       positions), int32 [R, T] each, to `models.TokenStats`.
 
@@ -71,6 +74,7 @@ class Learner:
     *,
     temperature: float = 1.0,
     head_chunk: int = 512,
+    max_lag: int | None = None,
     score: Callable[..., models.TokenStats] | None = None,
   ):
     self.policy = dataclasses.replace(policy, mesh=mesh)
@@ -80,6 +84,7 @@ class Learner:
     self.optimizer = optax.with_extra_args_support(optimizer)
     self._score = score or functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
+    self._lag_edges = tuple(edge for edge in LAG_EDGES if max_lag is None or edge <= max_lag)
     self._row_devices = mesh.shape["data"] * mesh.shape["fsdp"]
     if shape.rows % self._row_devices:
       raise ValueError(
@@ -190,13 +195,13 @@ class Learner:
       state.params, batch, advantages, self.objective.loss_options(quantities)
     )
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
-    log_weights = _log_weights(batch, collected.logprobs)
+    log_ratios = losses.log_ratios(collected.logprobs, batch.logprobs, batch.mask)
     trainable, frozen = models.split_trainable(state.params)
     updates, opt_state = self.optimizer.update(
       grads,
       state.opt_state,
       trainable,
-      log_weights=log_weights,
+      log_weights=losses.sequence_log_weights(log_ratios),
       log_weights_mask=jnp.any(batch.mask, axis=1),
       on_policy=jnp.max(quantities.lag) == 0,
     )
@@ -205,7 +210,7 @@ class Learner:
       "loss": losses.divide_or_zero(loss, denominator),
       "grad/norm": optax.tree.norm(grads),
       "update/norm": optax.tree.norm(updates),
-      **batch_metrics(batch, collected, quantities.lag, log_weights, advantages, quantities.reference),
+      **batch_metrics(batch, collected, quantities.lag, advantages, quantities.reference, self._lag_edges),
       **optimizer_metrics(opt_state),
     }
     return TrainState(params, opt_state, optax.safe_increment(state.version)), metrics
@@ -282,8 +287,3 @@ class Learner:
 def _with_frozen(params: models.Params, trainable: models.Params) -> models.Params:
   """`trainable` in the place of what is trained of `params`."""
   return {**models.split_trainable(params)[1], **trainable}
-
-
-def _log_weights(batch: Batch, logprobs: Array) -> Array:
-  """Raw sequence log-weights, [B]."""
-  return jnp.sum(jnp.where(batch.mask, logprobs - batch.logprobs, 0.0), axis=1)

@@ -69,3 +69,4 @@ from async_rl.losses._rewards import missing_end_rewards
 from async_rl.losses._rewards import overlong_penalty
 from async_rl.losses._rewards import token_rewards
 from async_rl.losses._statistics import ess_statistics
+from async_rl.losses._statistics import lag_buckets

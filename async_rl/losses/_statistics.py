@@ -54,9 +54,28 @@ def ess_statistics(
     return statistics
   check_mask(mask, lag=lag)
   lags = {"sequence": jnp.max(jnp.where(mask, lag, 0), axis=-1), "token": jnp.asarray(lag)}
-  for low, high in zip((0, *edges), (*edges, None)):
-    name = f"{low}+" if high is None else f"{low}" if high == low + 1 else f"{low}-{high - 1}"
-    for level, (log_weights, counted, _) in levels.items():
-      inside = (lags[level] >= low) if high is None else (lags[level] >= low) & (lags[level] < high)
-      statistics[f"ess/{level}/lag_{name}"] = ess_ratio(log_weights, counted & inside)
+  for level, (log_weights, counted, _) in levels.items():
+    for name, inside in lag_buckets(lags[level], edges).items():
+      statistics[f"ess/{level}/{name}"] = ess_ratio(log_weights, counted & inside)
   return statistics
+
+
+def lag_buckets(lag: ArrayLike, edges: Sequence[int] = (1, 4, 16, 64)) -> dict[str, jax.Array]:
+  """Returns which entries of *lag* lie in each bucket, bool arrays of its shape, by the bucket's name.
+
+  Args:
+    lag: int, any shape.
+    edges: first lag of each bucket after the one that starts at 0, increasing; static.
+
+  >>> {name: inside.tolist() for name, inside in lag_buckets(jnp.array([0, 2, 9]), edges=(1, 4)).items()}
+  {'lag_0': [True, False, False], 'lag_1-3': [False, True, False], 'lag_4+': [False, False, True]}
+  """
+  lag = jnp.asarray(lag)
+  buckets = {}
+  for low, high in zip((0, *edges), (*edges, None)):
+    if high is None:
+      buckets[f"lag_{low}+"] = lag >= low
+    else:
+      last = "" if high == low + 1 else f"-{high - 1}"
+      buckets[f"lag_{low}{last}"] = (lag >= low) & (lag < high)
+  return buckets

@@ -59,6 +59,7 @@ class Parts:
       experiment.batch_shape(),
       self.meshes.learner,
       temperature=experiment.temperature,
+      max_lag=experiment.lag_bound,
     )
     self.engine = self.make_engine(experiment.sampler_config(), self.meshes.generation)
 

@@ -135,6 +135,7 @@ def _make_learner(parts: Parts, model: models.RewardModel, learning_rate: float,
     learning.Objective(losses.reinforce, advantages, learning.AGGREGATIONS["sum"]),
     dataclasses.replace(parts.experiment.batch_shape(), sequences=2 * pairs),
     parts.meshes.learner,
+    max_lag=0,
     score=score,
   )
 

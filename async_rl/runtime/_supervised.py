@@ -82,6 +82,7 @@ def _make_learner(parts: Parts, learning_rate: float, sequences: int) -> learnin
     learning.likelihood_objective(),
     dataclasses.replace(parts.experiment.batch_shape(), sequences=sequences),
     parts.meshes.learner,
+    max_lag=0,
   )
 
 
