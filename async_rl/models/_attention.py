@@ -73,7 +73,7 @@ def self_attention(
     [B, T, H, d] in q's dtype.
   """
   if backend == "splash":
-    from async_rl.models._splash import splash_attention  # takes a third of a second to import
+    from async_rl.models._splash_attention import splash_attention  # takes a third of a second to import
 
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     kernel = functools.partial(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from async_rl._suggestions import suggestion
-from async_rl.models._config import ModelConfig
-from async_rl.models._config import RopeScaling
+from async_rl.models._model_config import ModelConfig
+from async_rl.models._model_config import RopeScaling
 
 
 def _llama(d_model, num_layers, num_heads, num_kv_heads, d_ff, *, head_dim=128, tie=False, factor=None):

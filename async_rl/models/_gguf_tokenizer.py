@@ -12,7 +12,7 @@ from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 
-from async_rl.models._chat import TEMPLATE_DATE
+from async_rl.models._chat_template import TEMPLATE_DATE
 from async_rl.models._tokenizers import HFTokenizer
 from async_rl.models._tokenizers import SentencePieceTokenizer
 

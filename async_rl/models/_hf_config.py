@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.models._config import ModelConfig
-from async_rl.models._config import RopeScaling
+from async_rl.models._model_config import ModelConfig
+from async_rl.models._model_config import RopeScaling
 
 # The defaults of options that config.json may leave out, and the options that a model type implies.
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from async_rl.models._chat import TEMPLATE_DATE
+from async_rl.models._chat_template import TEMPLATE_DATE
 from async_rl.models._gguf_tokenizer import tokenizer_from_gguf
 from async_rl.models._tokenizers import HFTokenizer
 from async_rl.models._tokenizers import SentencePieceTokenizer

@@ -25,10 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from async_rl.models import _attention
-from async_rl.models._config import ModelConfig
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
 from async_rl.models._lora import init_adapters
+from async_rl.models._model_config import ModelConfig
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
 

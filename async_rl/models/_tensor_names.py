@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from async_rl.models._config import ModelConfig
+from async_rl.models._model_config import ModelConfig
 from async_rl.models._sharding import path_name
 
 # ours, Hugging Face, GGUF. Matrices are stored [out, in] there and [in, out] here.

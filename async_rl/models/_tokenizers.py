@@ -13,8 +13,8 @@ from typing import Protocol
 
 import tokenizers
 
-from async_rl.models._chat import TEMPLATE_DATE
-from async_rl.models._chat import ChatTemplate
+from async_rl.models._chat_template import TEMPLATE_DATE
+from async_rl.models._chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, str]]
 

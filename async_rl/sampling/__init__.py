@@ -1,6 +1,5 @@
 """The sampler protocol, and the slot engine: continuous batching with log-probabilities and versions on every token."""
 
-from async_rl.sampling._config import SamplerConfig
 from async_rl.sampling._draw import draw_tokens
 from async_rl.sampling._draw import sample_key
 from async_rl.sampling._draw import token_uniforms
@@ -10,6 +9,7 @@ from async_rl.sampling._sampler import Counters
 from async_rl.sampling._sampler import Sampler
 from async_rl.sampling._sampler import SamplerFactory
 from async_rl.sampling._sampler import generate
+from async_rl.sampling._sampler_config import SamplerConfig
 from async_rl.sampling._samples import Sample
 from async_rl.sampling._samples import Snapshot
 from async_rl.sampling._samples import continue_sample

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from async_rl.models import Cache
 from async_rl.models import Params
 from async_rl.models import Policy
-from async_rl.sampling._config import SamplerConfig
 from async_rl.sampling._draw import draw_tokens
 from async_rl.sampling._draw import sample_key
 from async_rl.sampling._draw import token_uniforms
+from async_rl.sampling._sampler_config import SamplerConfig
 from async_rl.types import NO_VERSION
 
 Array = jax.Array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from async_rl.sampling._config import SamplerConfig
+from async_rl.sampling._sampler_config import SamplerConfig
 
 Array = jax.Array
 

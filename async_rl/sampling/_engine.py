@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from async_rl.models import Params
 from async_rl.models import Policy
 from async_rl.sampling import _decode
-from async_rl.sampling._config import SamplerConfig
 from async_rl.sampling._programs import Programs
 from async_rl.sampling._sampler import Counters
 from async_rl.sampling._sampler import Sampler
+from async_rl.sampling._sampler_config import SamplerConfig
 from async_rl.sampling._samples import Sample
 from async_rl.sampling._samples import Snapshot
 from async_rl.sampling._samples import continue_sample

@@ -23,8 +23,8 @@ from async_rl.models import Cache
 from async_rl.models import Policy
 from async_rl.models import param_shardings
 from async_rl.sampling import _decode
-from async_rl.sampling._config import SamplerConfig
 from async_rl.sampling._prepare_weights import prepare_weights
+from async_rl.sampling._sampler_config import SamplerConfig
 
 
 class Programs:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from async_rl.models import Params
 from async_rl.models import Policy
-from async_rl.sampling._config import SamplerConfig
+from async_rl.sampling._sampler_config import SamplerConfig
 from async_rl.sampling._samples import Snapshot
 from async_rl.types import Completion
 from async_rl.types import Request

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from async_rl.sampling._config import SamplerConfig
+from async_rl.sampling._sampler_config import SamplerConfig
 from async_rl.types import NO_VERSION
 from async_rl.types import Completion
 from async_rl.types import Request

@@ -1,4 +1,4 @@
-"""The methods of the sweep. A method is a set of knobs; all knobs are traced, so one program runs every method.
+"""Defines the methods of the sweep: sets of knobs, all of them traced, so that one program runs every method.
 
 Two facts make that possible. The gradient of every policy loss is Σ_t c_t ∇log π(a_t), so the losses differ only in the
 coefficients c = ∂loss/∂log π, [B, T] numbers that are cheap to compute for all of them and to choose from. And the
@@ -31,28 +31,28 @@ WARMUP = 20
 
 
 class Knobs(NamedTuple):
-  """All that differs between two runs, each a scalar; `stack` makes vectors of them.
+  """The options that differ between two runs, each a scalar; `stack` makes vectors of them.
 
   Attributes:
-    seed: of everything random, and the warm start that the run begins with.
-    lag: updates between the weights that draw a batch and those that are trained on it; lower while training is
-      younger than that.
-    rate: learning rate of Adam, reached after `WARMUP` updates.
-    loss: index into `LOSSES`.
-    baseline: index into `BASELINES`.
-    ramp: the lag grows by one every so many updates; 1 is a delay queue.
-    ess_power: of `stabilizers.scale_by_ess`.
-    servo: gain of `servo_by_ess`.
-    align_low: of `stabilizers.control_alignment`.
-    align_high: likewise.
-    skip: probability that an update is skipped.
+    seed: the seed of everything random, and of the warm start.
+    lag: the number of updates between the weights that draw a batch and those that are trained on it; lower while
+      training is younger than that.
+    rate: the learning rate of Adam, reached after `WARMUP` updates.
+    loss: the index into `LOSSES`.
+    baseline: the index into `BASELINES`.
+    ramp: the number of updates after which the lag grows by one; 1 is a delay queue.
+    ess_power: the power of `stabilizers.scale_by_ess`.
+    servo: the gain of `servo_by_ess`.
+    align_low: the lower threshold of `stabilizers.control_alignment`.
+    align_high: its upper threshold.
+    skip: the probability that an update is skipped.
     b1: Adam's decay of the first moment.
-    anchor: τ in A − τ (log w − its group's mean), a penalty on leaving the behavior policy, per sequence.
-    token_anchor: β in A − β log ρ_t, the same per token.
-    ahead: how far the drawing weights lead, 1 being as far as Adam's momentum alone will carry the weights until the
-      data are trained on: the last step times b1 + b1² + … + b1^lag. Only the part of the drift that future
-      gradients make is then left to correct.
-    average: decay of the moving average of weights that draws; 0 draws from the weights themselves.
+    anchor: the τ in A − τ (log w − its group's mean), a penalty on leaving the behavior policy, per sequence.
+    token_anchor: the β in A − β log ρ_t, the same per token.
+    ahead: the lead of the drawing weights; 1 is as far as Adam's momentum alone will carry the weights until the data
+      are trained on: the last step times b1 + b1² + … + b1^lag. Only the drift that future gradients make is then left
+      to correct.
+    average: the decay of the moving average of weights that draws; 0 draws from the weights themselves.
   """
 
   seed: int | Array = 0
@@ -74,7 +74,7 @@ class Knobs(NamedTuple):
 
 
 def stack(knobs: Sequence[Knobs]) -> Knobs:
-  """The knobs of many runs, as vectors; an option has the type of its default."""
+  """Returns the knobs of many runs as vectors; an option has the type of its default."""
   return jax.tree.map(
     lambda default, *column: np.array(column, np.int32 if isinstance(default, int) else np.float32), Knobs(), *knobs
   )
@@ -83,7 +83,7 @@ def stack(knobs: Sequence[Knobs]) -> Knobs:
 def _prefix_tis(
   logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, cap: float = 8.0
 ) -> losses.PolicyLoss:
-  """Weight of token t: min(Π_{s≤t} ρ_s, cap), the part of the sequence weight that the token's own past explains."""
+  """Weights token t by min(Π_{s≤t} ρ_s, cap), the part of the sequence weight that the token's own past explains."""
   ratios = losses.log_ratios(jax.lax.stop_gradient(logprobs), behavior, mask)
   weights = losses.clamped_exp(jnp.minimum(jnp.cumsum(ratios, axis=1), jnp.log(cap)))
   return losses.reinforce(logprobs, behavior, weights * advantages, mask)
@@ -92,7 +92,7 @@ def _prefix_tis(
 def _tempered_is(
   logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, log_weights: Array
 ) -> losses.PolicyLoss:
-  """Weight w^α, mean 1, with the largest α (of 33 in [0, 1]) whose weights have an ESS of `ESS_TARGET` of the batch."""
+  """Weights by w^α, mean 1, with the largest α (of 33 in [0, 1]) whose ESS is at least `ESS_TARGET` of the batch."""
   tempered = jnp.linspace(0.0, 1.0, 33)[:, None] * log_weights[None, :]
   reached = jax.vmap(stabilizers.ess_ratio)(tempered) >= ESS_TARGET
   logs = tempered[jnp.max(jnp.where(reached, jnp.arange(33), 0))]
@@ -103,7 +103,7 @@ def _tempered_is(
 def _dppo(
   logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, bound: float = 0.2, cap: float = 20.0
 ) -> losses.PolicyLoss:
-  """DPPO's total-variation form (arXiv 2602.04879): a token counts unless it has moved too far the way A pushes it."""
+  """Masks a token that has moved too far the way A pushes it: DPPO by total variation (arXiv 2602.04879)."""
   current = jax.lax.stop_gradient(logprobs)
   weights = losses.clamped_exp(jnp.minimum(losses.log_ratios(current, behavior, mask), jnp.log(cap)))
   moved = jnp.exp(current) - jnp.exp(behavior)
@@ -114,7 +114,7 @@ def _dppo(
 def _sapo(
   logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, positive: float = 1.0, negative: float = 1.05
 ) -> losses.PolicyLoss:
-  """SAPO (arXiv 2511.20347): a soft gate of the token's ratio in the place of a clip; its gradient, as a weight."""
+  """Weights a token by the gradient of a soft gate of its ratio, instead of a clip: SAPO (arXiv 2511.20347)."""
   ratios = losses.clamped_exp(losses.log_ratios(jax.lax.stop_gradient(logprobs), behavior, mask))
   sharpness = jnp.where(advantages > 0, positive, negative)
   gate = jax.nn.sigmoid(sharpness * (ratios - 1.0))
@@ -147,7 +147,7 @@ LOSSES: dict[str, losses.PolicyLossFn] = {
 
 
 def _maxrl(rewards: Array, groups: Array, num_groups: int) -> Array:
-  """MaxRL (arXiv 2602.02710): the distance to the group's mean, over that mean."""
+  """Returns the distance to the group's mean, over that mean: MaxRL (arXiv 2602.02710)."""
   centered = losses.grpo_advantages(rewards, groups, num_groups, normalize_std=False)
   return losses.divide_or_zero(centered, rewards - centered)
 
@@ -214,7 +214,7 @@ def servo_by_ess(gain: float | Array) -> optax.GradientTransformationExtraArgs:
 
 
 def optimizer(knobs: Knobs) -> optax.GradientTransformationExtraArgs:
-  """Clipped Adam with every stabilizer around it; with the default knobs they only observe."""
+  """Returns clipped Adam with every stabilizer around it; with the default knobs they only observe."""
   inner = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.scale_by_adam(b1=knobs.b1),
@@ -243,7 +243,7 @@ SYNC = {
   "sync, momentum .99": _method("reinforce", b1=0.99),
 }
 
-#: What papers propose, and their combinations.
+#: The proposals of papers, and their combinations.
 PUBLISHED = {
   "no correction": _method("reinforce"),
   "token TIS": _method("token_tis"),

@@ -204,7 +204,7 @@ class Runner:
   def gradient(
     self, knobs: methods.Knobs, weights: Array, prompts: Array, drawn: Drawn, lag: Array
   ) -> tuple[Array, Array, dict[str, Array]]:
-    """The gradient [P] on a batch, its sequences' raw log-weights [B], and what is measured on the way."""
+    """Returns the gradient [P] on a batch, its sequences' raw log-weights [B], and metrics."""
     rewards, mask = self.reward(prompts, drawn.tokens), drawn.mask
 
     def score(weights):
@@ -219,13 +219,16 @@ class Runner:
     advantages = methods.advantages(knobs, batch)
     coefficients = methods.coefficients(knobs.loss, logprobs, advantages, batch)
     (gradient,) = pull(coefficients)
-    per_token = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)
+
+    def token_mean(x):
+      return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)
+
     kl = losses.kl_estimate(drawn.logprobs, logprobs, mask, estimator="k3")
     metrics = {
       "reward": jnp.mean(rewards),
-      "entropy": per_token(stats.entropy),
+      "entropy": token_mean(stats.entropy),
       "kl": jnp.sum(kl) / mask.shape[0],
-      "clipped": per_token((coefficients == 0) & (advantages != 0)),
+      "clipped": token_mean((coefficients == 0) & (advantages != 0)),
       "ended": jnp.mean(~mask[:, -1] | (drawn.tokens[:, -1] == self.setting.end)),
     }
     return gradient, batch.log_weights, metrics
@@ -235,7 +238,10 @@ class Runner:
 
     def one(row):
       prompt, tokens, mask = (x[None] for x in row)
-      logprob = lambda weights: jnp.sum(jnp.where(mask, self.score(weights, prompt, tokens).logprobs, 0.0))
+
+      def logprob(weights):
+        return jnp.sum(jnp.where(mask, self.score(weights, prompt, tokens).logprobs, 0.0))
+
       return losses.tree_squared_norm(jax.grad(logprob)(weights))
 
     return jax.lax.map(one, (prompts, drawn.tokens, drawn.mask), batch_size=self.setting.samples)

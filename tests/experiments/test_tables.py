@@ -2,10 +2,16 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from async_rl import learning
+from async_rl import models
 from experiments.reproductions import _intervals as intervals
+from experiments.reproductions import _lag_sweep_methods as sweep_methods
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_run as runs
 from experiments.reproductions import _lag_sweep_table as sweep
@@ -37,6 +43,31 @@ def test_every_figure_in_the_text_about_fresh_seeds_stands_in_a_table(page):
   quoted = set(MEASURED.findall(prose)) - earlier
   assert len(quoted) >= 10
   assert quoted <= made
+
+
+def _example(code: str) -> learning.Objective:
+  names = {"optax": optax, "learning": learning}
+  exec(code, names)
+  assert isinstance(names["optimizer"], optax.GradientTransformation)
+  return names["objective"]
+
+
+@pytest.mark.parametrize(("place", "loss", "exact"), [(0, "topr", False), (1, "sequence_ppo", True)])
+def test_an_example_on_the_page_is_what_was_measured(place, loss, exact):
+  page = (tables.PAGES / "which_correction.md").read_text()
+  objective = _example(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[place])
+  logprobs, behavior = jnp.log(jnp.array([[0.4, 0.7], [0.2, 0.3]])), jnp.log(jnp.array([[0.5, 0.5], [0.2, 0.4]]))
+  advantages, mask = jnp.array([[1.0, 1.0], [-1.0, -1.0]]), jnp.array([[True, True], [True, False]])
+  stats = models.TokenStats(logprobs, jnp.ones((2, 2)), jnp.ones((2, 2)))
+  lag = jnp.ones((2, 2), jnp.int32)
+  batch = learning.BatchQuantities(jnp.ones(2), jnp.arange(2), mask, behavior, lag, stats)
+
+  def mean_loss(logprobs):
+    return objective.mean(objective.loss(logprobs, behavior, advantages, mask).loss, mask)
+
+  wanted = sweep_methods.coefficients(list(sweep_methods.LOSSES).index(loss), logprobs, advantages, batch)
+  np.testing.assert_allclose(jax.grad(mean_loss)(logprobs), wanted, rtol=1e-6)
+  assert objective.needs_exact_norms is exact
 
 
 def test_no_fresh_seed_was_chosen_on():
@@ -129,8 +160,8 @@ def test_a_study_is_drawn(study, tmp_path):
 
 def test_every_control_is_a_method_and_differs():
   for method, control in paired.CONTROL_OF.items():
-    assert method in paired.methods.METHODS
-    assert control in paired.methods.METHODS
+    assert method in sweep_methods.METHODS
+    assert control in sweep_methods.METHODS
     assert method != control
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from async_rl import models
 from async_rl.models import _attention
-from async_rl.models import _splash
+from async_rl.models import _splash_attention
 
 LENGTH = 150  # not a multiple of the kernel's block
 
@@ -44,7 +44,7 @@ def value_and_gradient(segments, local, backend, mesh=None, **options):
   ("local", "options"), [(True, {}), (True, {"window": 7, "softcap": 2.0}), (False, {"window": 7})]
 )
 def test_splash_equals_xla(local, options, monkeypatch):
-  monkeypatch.setattr(_splash, "_LARGEST_BLOCK", 128)  # so that there are several blocks
+  monkeypatch.setattr(_splash_attention, "_LARGEST_BLOCK", 128)  # so that there are several blocks
   *qkv, segments = inputs()
   (_, got), got_grads = value_and_gradient(segments, local, "splash", **options)(*qkv)
   (_, expected), expected_grads = value_and_gradient(segments, local, "xla", **options)(*qkv)

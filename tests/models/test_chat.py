@@ -8,7 +8,7 @@ import datetime
 import pytest
 import tokenizers
 
-from async_rl.models._chat import ChatTemplate
+from async_rl.models._chat_template import ChatTemplate
 from async_rl.models._tokenizers import HFTokenizer
 
 ASK = [{"role": "user", "content": "What is 12 + 34?"}]

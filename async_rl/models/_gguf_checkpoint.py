@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.models._config import ModelConfig
-from async_rl.models._config import RopeScaling
-from async_rl.models._config import rope_frequencies
+from async_rl.models._model_config import ModelConfig
+from async_rl.models._model_config import RopeScaling
+from async_rl.models._model_config import rope_frequencies
 from async_rl.models._tensor_names import gguf_names
 
 Index = tuple[slice, ...]

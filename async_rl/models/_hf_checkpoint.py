@@ -15,9 +15,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from async_rl.models._config import ModelConfig
 from async_rl.models._hf_config import read_hf_config
 from async_rl.models._hf_config import write_hf_config
+from async_rl.models._model_config import ModelConfig
 from async_rl.models._policy import Params
 from async_rl.models._tensor_names import hf_names
 from async_rl.models._tensor_names import is_transposed

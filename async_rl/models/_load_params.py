@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import tqdm
 
-from async_rl.models._config import ModelConfig
-from async_rl.models._gguf import GGUFCheckpoint
-from async_rl.models._gguf import packaged_gguf
-from async_rl.models._hf import HFCheckpoint
+from async_rl.models._gguf_checkpoint import GGUFCheckpoint
+from async_rl.models._gguf_checkpoint import packaged_gguf
+from async_rl.models._hf_checkpoint import HFCheckpoint
+from async_rl.models._model_config import ModelConfig
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
 from async_rl.models._sharding import path_name
