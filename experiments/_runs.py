@@ -11,35 +11,46 @@ from typing import Any
 
 import tyro
 
+from async_rl import learning
 from async_rl import models
 from async_rl.recording import CheckpointError
 from async_rl.runtime import Experiment
-from async_rl.runtime import Parts
-from experiments.configs import load_all
+from experiments import configs
 
 
-def load_experiment(run_dir: pathlib.Path) -> Experiment:
-  """The experiment of a run folder, with the options it was run with.
+def load_experiment(run_dir: pathlib.Path, config: str | None = None, **options: Any) -> Experiment:
+  """Returns the experiment of a run folder, with the options it was run with.
+
+  Args:
+    run_dir: the folder of the run.
+    config: the name of the config or the path of its file; `None` takes what the folder names.
+    **options: options that replace those of the run.
 
   Raises:
     FileNotFoundError: if the folder holds no run.
-    ValueError: if its config is not one of `experiments.configs`.
+    ValueError: if its config is not found, or has other options now.
   """
   file = run_dir / "config.txt"
   if not file.exists():
     raise FileNotFoundError(f"{run_dir} holds no run: {file} is missing")
-  options: dict[str, Any] = json.loads(file.read_text())
-  name, configs = options.pop("config"), load_all()
-  if name not in configs:
-    raise ValueError(f"{file} is of config {name!r}, which is not one of {', '.join(configs)}.")
-  lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
-  return configs[name](**options | lists | {"run_dir": str(run_dir)})
+  recorded: dict[str, Any] = json.loads(file.read_text())
+  name = config or recorded["config"]
+  try:
+    found = configs.load(name)
+  except ValueError as error:
+    raise ValueError(f"{file} is of config {name!r}, but {error}; give the path of its file with --config.") from error
+  values = {key: tuple(value) if isinstance(value, list) else value for key, value in recorded.items()}
+  del values["config"]
+  return found.experiment(found.options(**values | {"run_dir": str(run_dir)} | options))
 
 
-def restore_policy(parts: Parts, run_dir: pathlib.Path, step: int | None) -> tuple[models.Params, int | None]:
-  """Parameters of a run's checkpoint, by default the newest, and its step."""
-  with contextlib.closing(parts.make_checkpointer(run_dir / "checkpoints")) as checkpoints:
-    params = checkpoints.restore_params(parts.learner.abstract().params, step)
+def restore_policy(
+  experiment: Experiment, learner: learning.Learner, step: int | None
+) -> tuple[models.Params, int | None]:
+  """Restores the parameters of a checkpoint, by default the newest, onto the learner mesh; returns its step, too."""
+  folder = pathlib.Path(experiment.options.output.run_dir) / "checkpoints"
+  with contextlib.closing(experiment.make_checkpointer(folder)) as checkpoints:
+    params = checkpoints.restore_params(learner.abstract().params, step)
     for damage in checkpoints.skipped.values():
       print(f"damaged: {damage}", file=sys.stderr)
     return params, checkpoints.restored_step

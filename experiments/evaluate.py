@@ -11,14 +11,14 @@ import dataclasses
 import math
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import tyro
 
 from async_rl import models
 from async_rl import tasks
-from async_rl.runtime import Parts
+from async_rl.runtime import Experiment
 from async_rl.runtime import complete
 from async_rl.runtime import mean_and_interval
 from async_rl.types import Prompt
@@ -28,29 +28,29 @@ from experiments._runs import restore_policy
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
-  """Chance that k samples drawn without replacement hold a correct one, [N]; the unbiased estimate of pass@k.
+  """Returns the unbiased estimate of pass@k, float [N]: the chance that one of k samples is right.
 
-  1 - C(n - c, k) / C(n, k), for c of n samples correct (Chen et al., Evaluating Large Language Models Trained on Code,
-  2021, https://arxiv.org/abs/2107.03374, equation 1).
+  It is 1 - C(n - c, k) / C(n, k) for c of n samples correct (Chen et al., Evaluating Large Language Models Trained on
+  Code, 2021, https://arxiv.org/abs/2107.03374, equation 1).
 
   Args:
-    correct: int [N], c of each prompt.
-    samples: n.
-    k: at most n.
+    correct: c of each prompt, int [N].
+    samples: n, the number of samples of a prompt.
+    k: the number of samples to draw, at most n.
   """
   if not 1 <= k <= samples:
     raise ValueError(f"k must lie in 1..samples={samples}, got k={k}.")
   return np.array([1.0 - math.comb(samples - int(c), k) / math.comb(samples, k) for c in correct])
 
 
-def load_weights(parts: Parts, weights: str) -> Any:
-  """Other weights for the run's policy, which loses its adapters.
+def load_weights(experiment: Experiment, weights: str) -> tuple[Experiment, models.Checkpoint]:
+  """Opens other weights for a run; returns the experiment with their policy, without adapters, and the weights.
 
   Raises:
     ValueError: if they are of another architecture, since its tokenizer would be another one too.
   """
   checkpoint = models.open_checkpoint(models.find_weights(weights))
-  mine = dataclasses.replace(parts.policy, lora=None)
+  mine = dataclasses.replace(experiment.policy, lora=None)
   config = dataclasses.replace(checkpoint.config, vocab_limit=mine.config.vocab_limit)
   theirs = dataclasses.replace(mine, config=config)
   if theirs.abstract() != mine.abstract():
@@ -58,21 +58,25 @@ def load_weights(parts: Parts, weights: str) -> Any:
     pairs = ((name, getattr(mine.config, name), getattr(config, name)) for name in fields)
     changes = "; ".join(f"{name}: {a} -> {b}" for name, a, b in pairs if a != b)
     raise ValueError(f"{weights} is of another model than the run's ({changes}); give weights of the same one.")
-  parts.policy = theirs
-  return models.load_params(checkpoint, parts.learner.state_shardings.params)
+  return dataclasses.replace(experiment, policy=theirs), checkpoint
 
 
-def score(parts: Parts, params: Any, prompts: list[Prompt], samples: int, temperature: float) -> np.ndarray:
-  """Rewards of `samples` completions of each prompt, float [N, samples]."""
-  e = parts.experiment
+def score(
+  experiment: Experiment, params: models.Params, prompts: Sequence[Prompt], samples: int, temperature: float
+) -> np.ndarray:
+  """Returns the rewards of `samples` completions of each prompt, float [N, samples]."""
   config = dataclasses.replace(
-    e.sampler_config(), group_size=samples, temperature=temperature, slots=max(e.slots, samples)
+    experiment.sampler_config,
+    group_size=samples,
+    temperature=temperature,
+    slots=max(experiment.options.rollout.slots, samples),
   )
-  engine = parts.make_engine(config, parts.meshes.generation)
-  engine.set_weights(params, 0)
-  requests = [parts.encoder.encode(i, prompt) for i, prompt in enumerate(prompts)]
-  with tasks.RewardPool(parts.task, e.reward_workers, e.reward_timeout) as pool:
-    groups = complete(engine, parts.encoder, requests, samples, pool)
+  sampler = experiment.make_sampler(config, experiment.make_meshes().generation)
+  sampler.set_weights(params, 0)
+  encoder, devices = experiment.encoder, experiment.options.devices
+  requests = [encoder.encode(i, prompt) for i, prompt in enumerate(prompts)]
+  with tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout) as pool:
+    groups = complete(sampler, encoder, requests, samples, pool)
   return np.array([[result.value for result in group.results] for group in groups])
 
 
@@ -86,40 +90,40 @@ def evaluate(
   step: int | None = None,
   weights: str | None = None,
   max_completion_tokens: int | None = None,
+  config: str | None = None,
 ) -> dict[str, float]:
   """Prints and returns the accuracy of a checkpoint.
 
   Args:
-    run_dir: folder of the run.
-    samples: K, completions of each prompt.
-    temperature: of sampling; by default 0 (greedy) for one sample, the run's own for more.
-    prompts: how many prompts of the split, from its start; by default all.
+    run_dir: the folder of the run.
+    samples: K, the number of completions of each prompt.
+    temperature: the temperature of sampling; by default 0 (greedy) for one sample, the run's own for more.
+    prompts: the number of prompts of the split, from its start; by default all.
     split: "test" or "train".
-    step: which checkpoint; by default the newest.
-    weights: evaluate these instead: a Hugging Face folder, a GGUF file or a name that `experiments.fetch_weights` takes.
-    max_completion_tokens: longest completion; by default the run's.
+    step: the step of the checkpoint; by default the newest.
+    weights: a Hugging Face folder, a GGUF file or a name that `experiments.fetch_weights` takes, to evaluate instead.
+    max_completion_tokens: the length of the longest completion; by default the run's.
+    config: the path of the run's config file, if it was moved.
   """
-  experiment = load_experiment(run_dir)
-  if max_completion_tokens is not None:
-    experiment = dataclasses.replace(experiment, max_completion_tokens=max_completion_tokens)
+  changes = {} if max_completion_tokens is None else {"max_completion_tokens": max_completion_tokens}
+  experiment = load_experiment(run_dir, config, **changes)
   if temperature is None:
-    temperature = 0.0 if samples == 1 else experiment.temperature
-  parts = Parts(experiment)
+    temperature = 0.0 if samples == 1 else experiment.options.rollout.temperature
+  mesh = experiment.make_meshes().learner
   if weights is None:
-    params, step = restore_policy(parts, run_dir, step)
-    what = f"step {step}"
+    params, step = restore_policy(experiment, experiment.make_learner(mesh), step)
+    evaluated = f"step {step}"
   else:
-    params = load_weights(parts, weights)
-    what = weights
-  found = parts.task.prompts(split)
-  rewards = score(
-    parts, params, [found[i] for i in range(min(prompts or len(found), len(found)))], samples, temperature
-  )
+    experiment, checkpoint = load_weights(experiment, weights)
+    params = models.load_params(checkpoint, experiment.make_learner(mesh).state_shardings.params)
+    evaluated = weights
+  found = experiment.task.prompts(split)
+  rewards = score(experiment, params, found[: prompts or len(found)], samples, temperature)
   results = {f"avg@{samples}": mean_and_interval(rewards.mean(axis=1))}
   correct = (rewards >= 1.0).sum(axis=1)
   for k in [2**i for i in range(samples.bit_length()) if samples > 1]:
     results[f"pass@{k}"] = mean_and_interval(pass_at_k(correct, samples, k))
-  print(f"{experiment.name}, {what}, {len(rewards)} {split} prompts, temperature {temperature:g}")
+  print(f"{experiment.name}, {evaluated}, {len(rewards)} {split} prompts, temperature {temperature:g}")
   for name, (mean, half) in results.items():
     print(f"{name:8} {mean:.4f} ± {half:.4f}")
   return {name: mean for name, (mean, _) in results.items()}

@@ -12,7 +12,6 @@ from typing import Literal
 import tyro
 
 from async_rl import models
-from async_rl.runtime import Parts
 from experiments._runs import command
 from experiments._runs import load_experiment
 from experiments._runs import restore_policy
@@ -25,21 +24,24 @@ def export(
   like: pathlib.Path | None = None,
   dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
   step: int | None = None,
+  config: str | None = None,
 ) -> None:
   """Writes a checkpoint as config.json and safetensors.
 
   Args:
-    run_dir: folder of the run.
-    folder: to write; must not exist.
-    like: the Hugging Face folder that training started from, whose tokenizer and config.json are taken over.
-    dtype: to store; in 16 bits, what adapters add is lost where it is small beside the weight.
-    step: which checkpoint; by default the newest.
+    run_dir: the folder of the run.
+    folder: the folder to write, which must not exist.
+    like: the Hugging Face folder that training started from, whose tokenizer and config.json are copied.
+    dtype: the dtype to store; in 16 bits, small contributions of adapters to large weights are lost.
+    step: the step of the checkpoint; by default the newest.
+    config: the path of the run's config file, if it was moved.
   """
-  parts = Parts(load_experiment(run_dir))
-  params, step = restore_policy(parts, run_dir, step)
-  if parts.policy.lora is not None:
-    params = models.merge_adapters(parts.policy.lora, params)
-  models.save_hf(folder, parts.policy.config, params, dtype=dtype, like=like, tokenizer=parts.tokenizer)
+  experiment = load_experiment(run_dir, config)
+  policy = experiment.policy
+  params, step = restore_policy(experiment, experiment.make_learner(experiment.make_meshes().learner), step)
+  if policy.lora is not None:
+    params = models.merge_adapters(policy.lora, params)
+  models.save_hf(folder, policy.config, params, dtype=dtype, like=like, tokenizer=experiment.tokenizer)
   print(f"{folder} holds step {step} of {run_dir}")
 
 

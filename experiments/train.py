@@ -1,9 +1,14 @@
-"""Runs an experiment: `python -m experiments.train CONFIG [--field value ...]`; `--help` lists them."""
+"""Runs an experiment: `python -m experiments.train CONFIG [--option value ...]`; `CONFIG --help` lists the options.
+
+CONFIG is the name of a file in experiments/configs, or the path of a file of the same form.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
+from typing import Any
 
 import tyro
 
@@ -12,46 +17,72 @@ from async_rl.recording import RunFolderError
 from async_rl.runtime import Interrupted
 from async_rl.runtime import Summary
 from async_rl.runtime import train
-from experiments.configs import load_all
+from experiments import configs
 
 
 def report(summary: Summary) -> str:
-  """The last lines of a run: what came out, where it lies, what to do next."""
+  """Returns the last lines of a run: its outcome, its files and what to do next."""
   lines = [f"\nDone: {summary.version} optimizer steps" + (", the data ended" if summary.ended_early else "") + "."]
   if summary.accuracy is not None:
     lines.append(f"Held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy:.3f} after.")
   folder = summary.folder
+  run_dir = shlex.quote(str(folder.path))
   lines += [
     f"Plots       {folder.report}",
-    f"Metrics     {folder.metrics}, and: tensorboard --logdir {folder.tensorboard}",
-    f"Checkpoint  {folder.checkpoints}, and: python -m experiments.evaluate {folder.path} --samples 8",
-    f"Next        go on with --steps {2 * summary.version}, start afresh with --overwrite, "
-    f"or try another lag with --max-lag 16 --run-dir {folder.path}-lag16",
+    f"Metrics     {folder.metrics}, and: tensorboard --logdir {shlex.quote(str(folder.tensorboard))}",
+    f"Checkpoint  {folder.checkpoints}, and: python -m experiments.evaluate {run_dir} --samples 8",
+    f"Next        go on with --steps {2 * summary.version}, start over with --overwrite, "
+    f"or try another lag with --max-lag 16 --run-dir {shlex.quote(f'{folder.path}-lag16')}",
   ]
   return "\n".join(lines)
 
 
+def _usage() -> str:
+  lines = ["usage: python -m experiments.train CONFIG [--option value ...]", "", "configs:"]
+  lines += [f"  {name:18}{configs.load(name).description}" for name in configs.NAMES]
+  lines += ["", "CONFIG --help lists the options of a config. CONFIG may also be the path of a file of the same form."]
+  return "\n".join(lines)
+
+
+def parse(arguments: list[str]) -> tuple[configs.Config, Any]:
+  """Returns the config and the options of a command line.
+
+  Raises:
+    ValueError: if there is no such config.
+    SystemExit: after help was printed, or an option was refused.
+  """
+  if not arguments or arguments[0] in ("-h", "--help"):
+    print(_usage(), file=sys.stdout if arguments else sys.stderr)
+    sys.exit(0 if arguments else 2)
+  name, *rest = arguments
+  config = configs.load(name)
+  flat = (tyro.conf.OmitArgPrefixes,)
+  prog, kind = f"python -m experiments.train {name}", type(config.defaults)
+  options = tyro.cli(kind, args=rest, default=config.defaults, prog=prog, description=config.description, config=flat)
+  return config, options
+
+
 def _is_ours(error: Exception) -> bool:
-  """Whether async_rl itself raised `error`, as a sentence for the user, and not what it called."""
+  """Returns whether async_rl itself raised `error`, as a sentence for the user, and not what it called."""
   *_, last = traceback.walk_tb(error.__traceback__)
-  return last[0].f_globals["__name__"].startswith("async_rl.")
+  return last[0].f_globals["__name__"].startswith(("async_rl.", "experiments."))
 
 
 def main(arguments: list[str] | None = None) -> int:
-  configs = {name: ((config.__doc__ or "").splitlines()[0], config()) for name, config in load_all().items()}
-  experiment = None
+  run_dir = ""
   try:
-    experiment = tyro.extras.overridable_config_cli(configs, args=arguments, prog="python -m experiments.train")
-    print(report(train(experiment)))
+    config, options = parse(sys.argv[1:] if arguments is None else arguments)
+    run_dir = options.output.run_dir
+    print(report(train(config.experiment(options))))
   except Interrupted as stop:
     print(stop, file=sys.stderr)
     return stop.status
   except KeyboardInterrupt:
-    print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+    print("interrupted; rerun the same command to resume from the last checkpoint", file=sys.stderr)
     return 130
   except OSError as error:
-    where = f" in {experiment.run_dir}" if experiment and error.filename is None else ""
-    remedy = f"{where}; once that is fixed, the same command goes on" if error.errno else ""  # else it is our sentence
+    where = f" in {run_dir}" if run_dir and error.filename is None else ""
+    remedy = f"{where}; fix this, then rerun the same command to resume" if error.errno else ""  # else ours
     print(f"error: {error}{remedy}", file=sys.stderr)
     return 2
   except (ValueError, ImportError, RunFolderError, CheckpointError, NotImplementedError) as error:

@@ -65,7 +65,7 @@ METRICS: Mapping[str, str] = types.MappingProxyType(
     "tokens/fill": "The share of the computed token plane that holds tokens.",
     "optimizer/learning_rate": "The injected learning rate (`optax.inject_hyperparams`); other ones are not in the "
     "optimizer's state and cannot be known.",
-    "grad/cosine_to_previous": "The cosine of the gradient to the previous one, by `control_alignment` or `track_cosine`.",
+    "grad/cosine_to_previous": "The cosine to the previous gradient, by `control_alignment` or `track_cosine`.",
     "grad/spikes": "The number of spikes of the gradient norm so far, from `track_norm`.",
     "stabilizers/*": "Any other scalar in the state of a stabilizer, by the name of its field.",
   }

@@ -25,15 +25,15 @@ def drive(session: Session) -> None:
     EndOfData: if the data end first.
     StopRequested: if a signal asked the run to end.
   """
-  experiment = session.experiment
-  if experiment.mode == "async":
+  schedule = session.experiment.options.schedule
+  if schedule.mode == "async":
     run_async(session)
-  elif experiment.mode == "sync":
+  elif schedule.mode == "sync":
     run_sync(session)
-  elif experiment.lag in LAG_KINDS:
-    run_simulated(session, LagDistribution(experiment.lag_bound, experiment.lag, experiment.seed))
+  elif schedule.lag in LAG_KINDS:
+    run_simulated(session, LagDistribution(schedule.max_lag, schedule.lag, session.experiment.options.training.seed))
   else:
-    replay(session, read_schedule(experiment.lag))
+    replay(session, read_schedule(schedule.lag))
 
 
 def run_async(session: Session) -> None:
@@ -57,14 +57,15 @@ def run_sync(session: Session) -> None:
 
 def run_simulated(session: Session, lags: LagDistribution) -> None:
   """Each version samples the batches that `lags` has it feed, of this step or later ones; then the step is taken."""
-  groups_per_step, assigned = session.experiment.groups, session.assigned
+  groups_per_step, assigned = session.buffer.groups_per_step, session.assigned
+  num_steps = session.experiment.options.length.steps
   session.publish_weights()
   while not session.done:
     session.actor.set_weights(*session.store.latest(at_least=session.version))
     session.submit_unfinished()
     # A step past the end of a run that was extended has no batch from the version that should have fed it.
     for step in sorted({session.version, *lags.steps_fed_by(session.version)}):
-      if step < session.experiment.steps and step not in assigned:
+      if step < num_steps and step not in assigned:
         assigned[step] = _submit_groups(session, groups_per_step)
     _sample_assigned(session, groups_per_step)
     if len(assigned[session.version]) < groups_per_step:
@@ -76,7 +77,7 @@ def run_simulated(session: Session, lags: LagDistribution) -> None:
 
 def replay(session: Session, schedule: Iterable[Event]) -> None:
   """Repeats a recorded asynchronous run, event by event."""
-  source = session.experiment.lag
+  source = session.experiment.options.schedule.lag
   if session.version > 0 and not session.done:
     raise ValueError(f"{session.folder.path} holds part of a replay, which cannot be resumed; pass --overwrite.")
   events = list(schedule)

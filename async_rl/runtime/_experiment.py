@@ -1,217 +1,227 @@
-"""What a run is made of: options as fields, parts as methods. A config file is one subclass."""
+"""An experiment: everything that makes a run what it is, composed of real objects."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
-from typing import TYPE_CHECKING
 from typing import Any
-from typing import ClassVar
-from typing import Literal
-from typing import get_args
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from async_rl import learning
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
-from async_rl.rollout._schedule import LAG_KINDS
-
-if TYPE_CHECKING:
-  from async_rl.runtime._parts import Parts
-
-#: Options that may change when a run is resumed: how long, on which devices, and what is written.
-_MAY_CHANGE = frozenset(
-  {
-    "run_dir",
-    "steps",
-    "eval_every",
-    "checkpoint_every",
-    "keep",
-    "wandb",
-    "overwrite",
-    "reward_workers",
-    "reward_timeout",
-  }
-  | {"generation_devices", "fsdp", "tensor", "rows", "row_tokens"}
-)
-Mode = Literal["async", "simulated", "sync"]
+from async_rl._validation import check_number
+from async_rl.recording._checkpoint import Checkpointer
+from async_rl.rollout._mesh import Meshes
+from async_rl.rollout._mesh import make_mesh
+from async_rl.rollout._mesh import make_meshes
+from async_rl.rollout._prompts import PromptEncoder
+from async_rl.runtime._options import RESUMABLE
+from async_rl.runtime._options import Options
+from async_rl.runtime._options import flatten
+from async_rl.runtime._stages import ScorerStage
+from async_rl.runtime._stages import Stage
+from async_rl.runtime._stages import StageInputs
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-  """A reinforcement-learning run; subclass it, set the fields and write the methods out.
+  """A reinforcement-learning run, composed of the objects that it is made of.
 
-  Fields are the options of the command line. Methods return real objects (a task, a policy, an optax chain, an
-  objective): to change one, override the method. The methods without a body here must be given.
+  Attributes:
+    name: the name of the config, or the path of its file, by which the run can be evaluated and exported later.
+    options: the options of the command line, in parts (see `Options`); all of them are recorded, and those outside of
+      `RESUMABLE` parts must be the same when the run is resumed.
+    task: the prompts and the rewards.
+    tokenizer: the policy's tokenizer.
+    policy: the architecture; its vocabulary is cut to the tokenizer's. With `lora`, adapters are trained in place of
+      its weights.
+    optimizer: the stabilizers and the optimizer, in the order in which they apply.
+    objective: the loss, the advantages and the aggregation.
+    start: the stage that makes the first parameters; `None` starts from random ones.
+    scorer: the stage that makes the scorer of training samples, such as a reward model. `None` uses the task's reward,
+      which evaluations always use.
+    sampler: the constructor of the samplers.
+
+  Raises:
+    ValueError: if options contradict each other.
   """
 
-  name: ClassVar[str]
-
-  #: Where the run keeps everything it writes. The same folder with the same options resumes.
-  run_dir: str = "runs/experiment"
-  #: Seed of initialization, prompt order, sampling and simulated lag.
-  seed: int = 0
-  #: Optimizer steps in all, also counting those before a resume.
-  steps: int = 100
-  #: How generation and learning are interleaved: side by side, in turn with a given lag, or in turn without lag.
-  mode: Mode = "async"
-  #: Passes over the training prompts after which the run ends early; `None`: no limit.
-  epochs: int | None = None
-  #: Largest lag of a trained token, in optimizer steps. Ignored by "sync", where it is 0.
-  max_lag: int = 4
-  #: Lag of the "simulated" mode: "fixed", "uniform" or "heavy" (tailed) up to max_lag, "rounds" of max_lag + 1 batches
-  #: sampled at a time, or a recorded schedule.jsonl.
-  lag: str = "fixed"
-
-  #: Groups (prompts) per optimizer step.
-  groups: int = 8
-  #: Samples of each group.
-  samples: int = 8
-  #: Longest prompt, in tokens. Longer ones are an error.
-  max_prompt_tokens: int = 512
-  #: Longest completion, in tokens; with a tool, all turns and answers together.
-  max_completion_tokens: int = 512
-  #: Most turns of the model in a completion, for tasks whose tool it may call.
-  max_turns: int = 8
-  #: Role in which the tool speaks in a conversation; "user" for chat templates that know no "tool".
-  tool_role: str = "tool"
-  #: Temperature of the softmax, in sampling and in scoring.
-  temperature: float = 1.0
-  #: Sequences that are decoded at a time.
-  slots: int = 64
-  #: Tokens decoded between two looks at the host.
-  decode_chunk: int = 16
-  #: What a weight update does to the keys and values of unfinished sequences.
-  on_update: Literal["keep", "recompute"] = "keep"
-
-  #: Devices for generation; the others learn. 0: both share all devices. None: half of them, all if there is one.
-  generation_devices: int | None = None
-  #: Size of the learner mesh's fsdp axis; what is left of the devices is data parallel.
-  fsdp: int = 1
-  #: Size of the tensor axis, of both meshes.
-  tensor: int = 1
-  #: Rows of packed tokens in a micro-batch.
-  rows: int = 8
-  #: Tokens of a row; 0: longest prompt plus longest completion.
-  row_tokens: int = 0
-
-  #: Keep the starting weights as a reference policy to measure the distance to it, even if the objective needs none.
-  reference: bool = False
-
-  #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
-  reward_workers: int = 2
-  #: Seconds that one of them may take.
-  reward_timeout: float = 10.0
-
-  #: Optimizer steps between evaluations on held-out prompts; 0: only before and after.
-  eval_every: int = 0
-  #: Held-out prompts of an evaluation; 0: none.
-  eval_prompts: int = 128
-  #: Optimizer steps between checkpoints; one is always made at the end.
-  checkpoint_every: int = 50
-  #: Checkpoints to keep.
-  keep: int = 2
-  #: Log to Weights & Biases too (needs `wandb`).
-  wandb: bool = False
-  #: Start afresh in a folder that already holds a run; what it holds is deleted.
-  overwrite: bool = False
+  name: str
+  options: Options
+  task: tasks.Task
+  tokenizer: models.Tokenizer
+  policy: models.Policy
+  optimizer: optax.GradientTransformation
+  objective: learning.Objective
+  start: Stage | None = None
+  scorer: ScorerStage | None = None
+  sampler: sampling.SamplerFactory = sampling.Engine
 
   def __post_init__(self):
-    if self.mode not in get_args(Mode):
-      raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got mode={self.mode!r}.")
-    sizes = ("steps", "groups", "samples", "max_prompt_tokens", "max_completion_tokens", "decode_chunk", "rows", "keep")
-    for field in (*sizes, "max_turns"):
-      if getattr(self, field) < 1:
-        raise ValueError(f"{field} must be at least 1, got {field}={getattr(self, field)}.")
-    for field in ("max_lag", "eval_every", "eval_prompts", "checkpoint_every", "reward_workers"):
-      if getattr(self, field) < 0:
-        raise ValueError(f"{field} must not be negative, got {field}={getattr(self, field)}.")
-    if self.epochs is not None and self.epochs < 1:
-      raise ValueError(f"epochs must be at least 1, got epochs={self.epochs}; leave it out for no limit.")
-    if self.mode == "simulated" and self.lag not in LAG_KINDS and not pathlib.Path(self.lag).is_file():
-      raise ValueError(
-        f"lag must be one of {', '.join(LAG_KINDS)} or the schedule.jsonl of a run, got lag={self.lag!r}, no such file."
-      )
-    if not self.temperature > 0:
-      raise ValueError(f"temperature must be above 0, got temperature={self.temperature}; training needs samples.")
-    if self.mode == "async" and self.generation_devices == 0 and self.max_lag == 0:
-      raise ValueError("max_lag=0 on shared devices leaves nothing to overlap; use mode='sync', or raise max_lag.")
-    self.batch_shape(), self.sampler_config(), self.objective()  # check the sizes before a folder is made
+    object.__setattr__(self, "policy", models.limit_vocabulary(self.policy, self.tokenizer.vocab_size))
+    _check_numbers(flatten(self.options))
+    _check_together(self.options, self.objective)
 
-  # The parts.
-
-  def task(self) -> tasks.Task:
-    """Prompts and rewards."""
-    raise NotImplementedError
-
-  def tokenizer(self) -> models.Tokenizer:
-    """Text to token ids and back; may train one and keep it in `run_dir`."""
-    raise NotImplementedError
-
-  def policy(self) -> models.Policy:
-    """The architecture; with `lora`, adapters are trained and synced in place of its weights."""
-    raise NotImplementedError
-
-  def optimizer(self) -> optax.GradientTransformation:
-    """Stabilizers and optimizer, in the order in which they apply."""
-    raise NotImplementedError
-
-  def objective(self) -> learning.Objective:
-    """Loss, advantages and aggregation."""
-    return learning.objective("sequence_tis", advantages="dr_grpo", cap=8.0)
-
-  def scorer(self, parts: Parts) -> tasks.Scorer | None:
-    """What rewards training samples, such as a reward model; `None`: the task, which judges evaluations in any case."""
-    del parts
-    return None
-
-  def start(self, parts: Parts) -> models.Params | None:
-    """Parameters to start from, on any device; adapters that they lack are fresh. `None`: random ones."""
-    del parts
-    return None
-
-  # What follows from the fields.
+  # What follows from the parts.
 
   def fingerprint(self) -> dict[str, Any]:
-    """The options that make two runs the same."""
-    options = dataclasses.asdict(self)
-    return {"config": self.name, **{name: value for name, value in options.items() if name not in _MAY_CHANGE}}
-
-  @property
-  def lag_bound(self) -> int:
-    """The lag bound in force."""
-    return 0 if self.mode == "sync" else self.max_lag
+    """Returns the options that make two runs the same."""
+    return {"config": pathlib.Path(self.name).stem, **flatten(self.options, skip=RESUMABLE)}
 
   @property
   def keeps_reference(self) -> bool:
-    """Whether the run has a reference policy."""
-    return self.reference or self.objective().needs_reference
+    """Returns whether the run has a reference policy."""
+    return self.options.training.reference or self.objective.needs_reference
 
+  @property
+  def encoder(self) -> PromptEncoder:
+    """Returns the encoder of prompts and tool answers."""
+    limits = self.options.rollout
+    return PromptEncoder(self.task, self.tokenizer, limits.max_prompt_tokens, limits.max_turns, limits.tool_role)
+
+  @property
   def batch_shape(self) -> learning.BatchShape:
-    """Static shape of a training batch."""
+    """Returns the static shape of a training batch."""
+    training, limits, devices = self.options.training, self.options.rollout, self.options.devices
     return learning.BatchShape(
-      sequences=self.groups * self.samples,
-      row_tokens=self.row_tokens or self.max_prompt_tokens + self.max_completion_tokens,
-      rows=self.rows,
-      completion_tokens=self.max_completion_tokens,
-      prompt_tokens=self.max_prompt_tokens,
+      sequences=training.groups * training.samples,
+      row_tokens=devices.row_tokens or limits.max_prompt_tokens + limits.max_completion_tokens,
+      rows=devices.rows,
+      completion_tokens=limits.max_completion_tokens,
+      prompt_tokens=limits.max_prompt_tokens,
     )
 
+  @property
   def sampler_config(self) -> sampling.SamplerConfig:
-    """How training samples are drawn."""
+    """Returns the sizes and the distribution with which training samples are drawn."""
+    rollout, training = self.options.rollout, self.options.training
     return sampling.SamplerConfig(
-      slots=self.slots,
-      group_size=self.samples,
-      max_prompt_tokens=self.max_prompt_tokens,
-      max_new_tokens=self.max_completion_tokens,
-      chunk=self.decode_chunk,
-      temperature=self.temperature,
-      on_update=self.on_update,
-      seed=self.seed,
+      slots=rollout.slots,
+      group_size=training.samples,
+      max_prompt_tokens=rollout.max_prompt_tokens,
+      max_new_tokens=rollout.max_completion_tokens,
+      chunk=rollout.decode_chunk,
+      temperature=rollout.temperature,
+      on_update=rollout.on_update,
+      seed=training.seed,
+      length_buckets=rollout.length_buckets,
+      prefill_tokens=rollout.prefill_tokens,
     )
 
+  @property
   def evaluation_config(self) -> sampling.SamplerConfig:
-    """How held-out prompts are answered: greedily, one sample each."""
-    return dataclasses.replace(self.sampler_config(), group_size=1, temperature=0.0)
+    """Returns the same for evaluations, which draw one sample of each held-out prompt."""
+    temperature = self.options.output.eval_temperature
+    if temperature is None:
+      temperature = self.options.rollout.temperature
+    return dataclasses.replace(self.sampler_config, group_size=1, temperature=temperature)
+
+  # What is made on devices and in folders.
+
+  def make_meshes(self) -> Meshes:
+    """Splits the devices into a generation mesh and a learner mesh."""
+    if jax.process_count() > 1:
+      raise NotImplementedError(f"Runs on several hosts are not supported yet, got {jax.process_count()} processes.")
+    devices = self.options.devices
+    shared = self.options.schedule.mode == "sync"
+    return make_meshes(0 if shared else devices.generation_devices, fsdp=devices.fsdp, tensor=devices.tensor)
+
+  def make_learner(self, mesh: jax.sharding.Mesh) -> learning.Learner:
+    """Makes the learner on the learner mesh."""
+    return learning.Learner(
+      self.policy,
+      self.optimizer,
+      self.objective,
+      self.batch_shape,
+      mesh,
+      temperature=self.options.rollout.temperature,
+      max_lag=self.options.schedule.lag_bound,
+    )
+
+  def make_sampler(self, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh) -> sampling.Sampler:
+    """Makes a sampler of the policy."""
+    return self.sampler(self.policy, config, self.tokenizer.stop_ids, self.tokenizer.pad_id, mesh)
+
+  def make_evaluator(self, learner_mesh: jax.sharding.Mesh) -> sampling.Sampler:
+    """Makes a sampler for evaluations on the learner's devices, so that generation goes on and the weights stay put."""
+    local = [d for d in learner_mesh.devices.flat if d.process_index == jax.process_index()]
+    mesh = make_mesh(local, tensor=self.options.devices.tensor, role="evaluation")
+    return self.make_sampler(self.evaluation_config, mesh)
+
+  def make_stage_inputs(self, rewards: tasks.RewardPool) -> StageInputs:
+    """Makes the objects of a run that stages may use; `rewards` asks the task."""
+    meshes, training, held_out = self.make_meshes(), self.options.training, self.options.output.eval_prompts
+    return StageInputs(
+      encoder=self.encoder,
+      prompts=self.task.prompts("train"),
+      held_out=self.task.prompts("test")[:held_out] if held_out else [],
+      learner=self.make_learner(meshes.learner),
+      sampler=self.make_sampler(self.sampler_config, meshes.generation),
+      meshes=meshes,
+      rewards=rewards,
+      samples=training.samples,
+      seed=training.seed,
+    )
+
+  def make_checkpointer(self, folder: pathlib.Path | str) -> Checkpointer:
+    """Opens the checkpoints in `folder`, which are refused if they are of another model."""
+    lora = self.policy.lora
+    model = {"model": dataclasses.asdict(self.policy.config), "lora": lora and dataclasses.asdict(lora)}
+    return Checkpointer(folder, keep=self.options.output.keep, fingerprint=model)
+
+
+def _check_numbers(options: dict[str, Any]) -> None:
+  """Refuses numbers that no option can mean, also among those that the config itself defines."""
+  for name, value in options.items():
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f"*{name}* must be a finite number, got {name}={value!r}.")
+    if isinstance(value, float) and name.endswith("_rate"):
+      check_number(name, value, above=0)
+
+
+def _check_together(options: Options, objective: learning.Objective) -> None:
+  """Refuses options that contradict each other."""
+  training, rollout, schedule, devices = options.training, options.rollout, options.schedule, options.devices
+  if rollout.slots < training.samples:
+    raise ValueError(
+      f"*slots* must be at least samples, got slots={rollout.slots}, samples={training.samples}; a group needs all its "
+      "slots at once."
+    )
+  if 0 < devices.row_tokens <= rollout.max_completion_tokens:
+    raise ValueError(
+      f"*row_tokens* must exceed max_completion_tokens={rollout.max_completion_tokens}, got "
+      f"row_tokens={devices.row_tokens}; a row holds the prompt too."
+    )
+  if schedule.mode == "async" and devices.generation_devices == 0 and schedule.max_lag == 0:
+    raise ValueError("max_lag=0 on shared devices leaves nothing to overlap; use mode='sync', or raise max_lag.")
+  if training.samples == 1 and not _rewards_one_sample(objective):
+    raise ValueError(
+      "*samples* must be at least 2 with these advantages, which compare the samples of a group, got samples=1."
+    )
+
+
+def _rewards_one_sample(objective: learning.Objective) -> bool:
+  """Returns whether the advantages of groups of one sample depend on the rewards."""
+  zeros = jnp.zeros((2, 1))
+
+  def advantages(rewards):
+    quantities = learning.BatchQuantities(
+      rewards=jnp.asarray(rewards),
+      groups=jnp.arange(2),
+      mask=jnp.ones((2, 1), bool),
+      behavior=zeros,
+      lag=jnp.zeros((2, 1), jnp.int32),
+      stats=models.TokenStats(zeros, zeros, zeros),
+      reference=zeros,
+      squared_norms=jnp.ones(2),
+    )
+    return np.asarray(objective.make_advantages(quantities))
+
+  return not np.allclose(advantages([0.0, 1.0]), advantages([1.0, 0.0]))

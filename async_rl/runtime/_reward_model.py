@@ -15,109 +15,126 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import tasks
+from async_rl._validation import check_number
 from async_rl.rollout._prompts import UNTRAINED_TICKETS
 from async_rl.rollout._scorer import RewardModelScorer
 from async_rl.rollout._scorer import TextLimits
 from async_rl.rollout._scorer import encode_text
-from async_rl.runtime._fit import adam
-from async_rl.runtime._fit import fit
-from async_rl.runtime._fit import written
-from async_rl.runtime._parts import Parts
+from async_rl.runtime._labeled_training import make_adam
+from async_rl.runtime._labeled_training import make_completion
+from async_rl.runtime._labeled_training import train_on_groups
+from async_rl.runtime._stages import Stage
+from async_rl.runtime._stages import StageInputs
 from async_rl.types import STOP
 from async_rl.types import Group
 from async_rl.types import Prompt
 from async_rl.types import Request
 
 
-def train_reward_model(
-  parts: Parts,
-  params: models.Params | None,
-  *,
-  steps: int,
-  learning_rate: float,
-  pairs: int = 64,
-  check_every: int = 50,
-  check_pairs: int = 256,
-) -> models.Params:
-  """Trains a reward model on the task's training preferences.
+@dataclasses.dataclass(frozen=True)
+class RewardModelStage:
+  """Trains a reward model on the task's training preferences; the task must be a `tasks.PreferenceTask`.
 
   The loss is -log sigmoid(value of the chosen - value of the rejected), averaged over pairs. In the end the values are
-  shifted and scaled: over training pairs the chosen completions have mean 0, and all have standard deviation 1.
+  shifted and scaled: over training pairs the chosen completions have mean 0, and all have standard deviation 1. Pairs
+  that exceed the run's limits are skipped.
 
-  Args:
-    parts: of the run; the task must be a `tasks.PreferenceTask`. Pairs that exceed the run's limits are left out.
-    params: of the policy to start from, usually the supervised one; `None`: random ones.
-    steps: optimizer steps, at least 1.
-    learning_rate: of Adam, reached after 20 steps.
-    pairs: in a batch.
-    check_every: steps between looks at the accuracy on held-out pairs.
-    check_pairs: held-out pairs of a look.
-
-  Returns:
-    Parameters of `models.RewardModel.of(parts.policy)`, on the learner mesh.
-
-  Raises:
-    ValueError: if no pair fits.
+  Attributes:
+    steps: the number of optimizer steps.
+    learning_rate: the learning rate of Adam, reached after 20 steps.
+    start: the stage that makes the policy to start from, usually the supervised one; `None` starts from random
+      parameters.
+    pairs: the number of pairs in a batch.
+    check_every: the number of steps between checks of the accuracy on held-out pairs.
+    check_pairs: the number of held-out pairs of a check.
   """
-  task, seed = cast(tasks.PreferenceTask, parts.task), parts.experiment.seed
-  model = models.RewardModel.of(dataclasses.replace(parts.policy, mesh=parts.meshes.learner))
-  train, test = (_fitting(parts, task.preferences(split)) for split in ("train", "test"))
-  test = test[:check_pairs]
-  if params is not None:
-    params = model.with_head(params if parts.policy.lora is None else models.merge_adapters(parts.policy.lora, params))
-  learner, data = _make_learner(parts, model, learning_rate, pairs), _batches(parts, train, np.random.default_rng(seed))
-  for step, state, _ in fit(learner, params, data, pairs, steps, seed):
-    if step % check_every == 0 or step == steps:
-      with make_scorer(parts, state.params) as scorer:
-        right = pair_accuracy(scorer, test)
-      print(f"reward model step {step}: held-out accuracy {right:.3f}", flush=True)
-  with make_scorer(parts, state.params) as scorer:
-    values = np.array(_values(scorer, train[:check_pairs]))
-  shift, scale = np.float32(values[:, 0].mean()), np.float32(1 / max(values.std(), 1e-6))
-  head = state.params["value_head"]
-  scaled = {"kernel": head["kernel"] * scale, "bias": (head["bias"] - shift) * scale}
-  return state.params | {"value_head": scaled}
+
+  steps: int
+  learning_rate: float
+  start: Stage | None = None
+  pairs: int = 64
+  check_every: int = 50
+  check_pairs: int = 256
+
+  def __post_init__(self):
+    for name in ("steps", "pairs", "check_every", "check_pairs"):
+      check_number(name, getattr(self, name), whole=True, at_least=1)
+    check_number("learning_rate", self.learning_rate, above=0)
+
+  def __call__(self, run: StageInputs) -> models.Params:
+    """Returns parameters of the reward model of the run's policy, on the learner mesh.
+
+    Raises:
+      ValueError: if no pair fits the run's limits.
+    """
+    task = cast(tasks.PreferenceTask, run.encoder.task)
+    train = _select_fitting(run, task.preferences("train"))
+    held_out = _select_fitting(run, task.preferences("test"))[: self.check_pairs]
+    learner = make_reward_learner(run.learner, self.learning_rate, self.pairs)
+    data = pair_groups(run.encoder.tokenizer, train, np.random.default_rng(run.seed))
+    for step, state, _ in train_on_groups(learner, self._first(run), data, self.pairs, self.steps, run.seed):
+      if step % self.check_every == 0 or step == self.steps:
+        with make_scorer(run, state.params) as scorer:
+          accuracy = pair_accuracy(scorer, held_out)
+        print(f"reward model step {step}: held-out accuracy {accuracy:.3f}", flush=True)
+    with make_scorer(run, state.params) as scorer:
+      values = np.array(pair_values(scorer, train[: self.check_pairs]))
+    return _normalize(state.params, values)
+
+  def _first(self, run: StageInputs) -> models.Params | None:
+    """Returns the first parameters: the policy's, adapters merged, with a new head."""
+    params = self.start(run) if self.start is not None else None
+    if params is None:
+      return None
+    policy = run.learner.policy
+    merged = params if policy.lora is None else models.merge_adapters(policy.lora, params)
+    return models.RewardModel.of(policy).with_head(merged)
 
 
-def abstract_reward_model(parts: Parts) -> models.Params:
-  """Shapes and shardings of what `train_reward_model` returns."""
-  shapes = models.RewardModel.of(parts.policy).abstract()
-  shardings = models.param_shardings(shapes, parts.meshes.learner)
+def abstract_reward_model(run: StageInputs) -> models.Params:
+  """Returns the shapes and shardings of what `RewardModelStage` makes."""
+  shapes = models.RewardModel.of(run.learner.policy).abstract()
+  shardings = models.param_shardings(shapes, run.learner.mesh)
   return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
 
 
-def make_scorer(parts: Parts, params: models.Params, **options) -> RewardModelScorer:
-  """A scorer for reward-model parameters within the limits of a run, on its first device that samples.
+def make_scorer(run: StageInputs, params: models.Params, **options) -> RewardModelScorer:
+  """Makes a scorer of reward-model parameters within the limits of a run, on its first device that samples.
 
   Args:
-    parts: of the run.
-    params: from `train_reward_model`.
-    options: of `RewardModelScorer`.
+    run: the objects of the run.
+    params: the parameters that `RewardModelStage` made.
+    **options: options of `RewardModelScorer`.
   """
-  e = parts.experiment
-  limits = TextLimits(e.max_prompt_tokens, e.max_completion_tokens)
-  device = parts.meshes.generation.devices.flat[0]
-  model = models.RewardModel.of(parts.policy)
-  return RewardModelScorer(model, params, parts.tokenizer, limits, device=device, **options)
+  limits = TextLimits(run.encoder.max_prompt_tokens, run.learner.shape.completion_tokens)
+  model = models.RewardModel.of(dataclasses.replace(run.learner.policy, mesh=None))
+  device = run.meshes.generation.devices.flat[0]
+  return RewardModelScorer(model, params, run.encoder.tokenizer, limits, device=device, **options)
 
 
 def pair_accuracy(scorer: tasks.Scorer, pairs: Sequence[tasks.Preference]) -> float:
-  """Share of the pairs whose chosen completion scores higher."""
-  return float(np.mean([chosen > rejected for chosen, rejected in _values(scorer, pairs)]))
+  """Returns the share of pairs whose chosen completion scores higher."""
+  return float(np.mean([chosen > rejected for chosen, rejected in pair_values(scorer, pairs)]))
 
 
-def _values(scorer: tasks.Scorer, pairs: Sequence[tasks.Preference]) -> list[tuple[float, float]]:
-  submit = lambda pair, text: scorer.submit(Prompt(0, pair.prompt, None), text, STOP)
+def pair_values(scorer: tasks.Scorer, pairs: Sequence[tasks.Preference]) -> list[tuple[float, float]]:
+  """Returns the scores of the chosen and the rejected completion of each pair."""
+
+  def submit(pair, text):
+    return scorer.submit(Prompt(0, pair.prompt, None), text, STOP)
+
   futures = [(submit(pair, pair.chosen), submit(pair, pair.rejected)) for pair in pairs]
   return [(chosen.result().value, rejected.result().value) for chosen, rejected in futures]
 
 
-def _make_learner(parts: Parts, model: models.RewardModel, learning_rate: float, pairs: int) -> learning.Learner:
-  """The values of the last tokens stand in the place of log-probabilities.
+def make_reward_learner(learner: learning.Learner, learning_rate: float, pairs: int) -> learning.Learner:
+  """Makes a learner of the pair loss, with a reward model of the policy and on the mesh of `learner`.
 
-  The gradient of the pair loss is a coefficient of each completion, known once all are valued, times the gradient of
-  its value; so the two may lie in different micro-batches.
+  The values of the last tokens stand in for log-probabilities. The gradient of the pair loss is a coefficient of each
+  completion, known once all are valued, times the gradient of its value; so the two completions of a pair may be in
+  different micro-batches.
   """
+  model = models.RewardModel.of(learner.policy)
 
   def score(params, *rows):
     values = model.values(params, *rows)
@@ -131,38 +148,49 @@ def _make_learner(parts: Parts, model: models.RewardModel, learning_rate: float,
 
   return learning.Learner(
     model,
-    adam(learning_rate),
+    make_adam(learning_rate),
     learning.Objective(losses.reinforce, advantages, learning.AGGREGATIONS["sum"]),
-    dataclasses.replace(parts.experiment.batch_shape(), sequences=2 * pairs),
-    parts.meshes.learner,
+    dataclasses.replace(learner.shape, sequences=2 * pairs),
+    learner.mesh,
     max_lag=0,
     score=score,
   )
 
 
-def _fitting(parts: Parts, pairs: Sequence[tasks.Preference]) -> list[tasks.Preference]:
-  """Those within the run's limits."""
-  e = parts.experiment
+def pair_groups(
+  tokenizer: models.Tokenizer, pairs: Sequence[tasks.Preference], rng: np.random.Generator
+) -> Iterator[Group]:
+  """Yields random pairs as groups of two, without end; the last token of each completion is to be trained."""
+  while True:
+    pair = pairs[int(rng.integers(len(pairs)))]
+    encoded = [encode_text(tokenizer, pair.prompt, text) for text in (pair.chosen, pair.rejected)]
+    request = Request(UNTRAINED_TICKETS, np.asarray(encoded[0][0], np.int32), Prompt(0, "", None))
+    completions = tuple(
+      make_completion(tokens, [False] * (len(tokens) - 1) + [True], sample)
+      for sample, (_, tokens) in enumerate(encoded)
+    )
+    yield Group(request, completions, np.array([1.0, 0.0], np.float32))
+
+
+def _select_fitting(run: StageInputs, pairs: Sequence[tasks.Preference]) -> list[tasks.Preference]:
+  """Returns the pairs within the run's limits."""
+  max_prompt, max_completion = run.encoder.max_prompt_tokens, run.learner.shape.completion_tokens
 
   def fits(pair):
-    encoded = [encode_text(parts.tokenizer, pair.prompt, text) for text in (pair.chosen, pair.rejected)]
-    return all(len(p) <= e.max_prompt_tokens and len(c) <= e.max_completion_tokens for p, c in encoded)
+    encoded = [encode_text(run.encoder.tokenizer, pair.prompt, text) for text in (pair.chosen, pair.rejected)]
+    return all(len(prompt) <= max_prompt and len(tokens) <= max_completion for prompt, tokens in encoded)
 
   fitting = [pair for pair in pairs if fits(pair)]
   if not fitting:
     raise ValueError(
-      f"None of {len(pairs)} pairs fits max_prompt_tokens={e.max_prompt_tokens} and "
-      f"max_completion_tokens={e.max_completion_tokens}; raise them."
+      f"None of {len(pairs)} pairs fits max_prompt_tokens={max_prompt} and max_completion_tokens={max_completion}; "
+      "raise them."
     )
   return fitting
 
 
-def _batches(parts: Parts, pairs: Sequence[tasks.Preference], rng: np.random.Generator) -> Iterator[Group]:
-  """Yields random pairs as groups of two, without end."""
-  while True:
-    pair = pairs[int(rng.integers(len(pairs)))]
-    encoded = [encode_text(parts.tokenizer, pair.prompt, text) for text in (pair.chosen, pair.rejected)]
-    request = Request(UNTRAINED_TICKETS, np.asarray(encoded[0][0], np.int32), Prompt(0, "", None))
-    last = lambda tokens: [False] * (len(tokens) - 1) + [True]
-    completions = tuple(written(tokens, last(tokens), k) for k, (_, tokens) in enumerate(encoded))
-    yield Group(request, completions, np.array([1.0, 0.0], np.float32))
+def _normalize(params: models.Params, values: np.ndarray) -> models.Params:
+  """Shifts and scales the head by its values of pairs, [N, 2], chosen first."""
+  shift, scale = np.float32(values[:, 0].mean()), np.float32(1 / max(values.std(), 1e-6))
+  head = params["value_head"]
+  return params | {"value_head": {"kernel": head["kernel"] * scale, "bias": (head["bias"] - shift) * scale}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from async_rl.recording._run_folder import RunFolder
 from async_rl.rollout._buffer import EndOfData
 from async_rl.runtime._drivers import drive
 from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._options import flatten
 from async_rl.runtime._session import Session
 from async_rl.runtime._signals import StopRequested
 from async_rl.runtime._signals import StopSignal
@@ -45,17 +45,17 @@ def train(experiment: Experiment) -> Summary:
     Interrupted: if SIGTERM or SIGINT arrived, after a checkpoint.
     Exception: whatever a thread failed with.
   """
-  if experiment.wandb:
+  options, devices, output = experiment.options, experiment.options.devices, experiment.options.output
+  if output.wandb:
     check_wandb()
-  options = {"config": experiment.name, **dataclasses.asdict(experiment)}
-  text = json.dumps(options, indent=2) + "\n"
-  folder = RunFolder.open(experiment.run_dir, text, experiment.fingerprint(), overwrite=experiment.overwrite)
+  text = json.dumps({"config": experiment.name, **flatten(options)}, indent=2) + "\n"
+  folder = RunFolder.open(output.run_dir, text, experiment.fingerprint(), overwrite=output.overwrite)
   with contextlib.ExitStack() as stack:
     stack.callback(folder.close)
     stop = StopSignal()
     stack.enter_context(stop.caught())
     try:
-      pool = tasks.RewardPool(experiment.task(), experiment.reward_workers, experiment.reward_timeout)
+      pool = tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout)
       session = Session(experiment, folder, stack.enter_context(pool), stop)
     except BaseException:
       if not folder.resumed:  # nothing was computed, so remove the folder and let the corrected command reuse it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import shutil
 from typing import Any
 from typing import NoReturn
@@ -11,6 +11,7 @@ from typing import NoReturn
 import jax
 
 from async_rl import learning
+from async_rl import sampling
 from async_rl import tasks
 from async_rl.recording._metrics import MetricsBuffer
 from async_rl.recording._metrics import MetricsWriter
@@ -22,13 +23,16 @@ from async_rl.rollout._completion_arrays import drawn_tokens
 from async_rl.rollout._completion_arrays import failed_tokens
 from async_rl.rollout._conversations import Conversations
 from async_rl.rollout._ledger import Ledger
+from async_rl.rollout._prompts import PromptStream
 from async_rl.rollout._schedule import ScheduleRecorder
+from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._evaluation import evaluate
+from async_rl.runtime._evaluation import measure_distance
 from async_rl.runtime._experiment import Experiment
-from async_rl.runtime._kept import set_reference
-from async_rl.runtime._meter import StepMeter
-from async_rl.runtime._parts import Parts
+from async_rl.runtime._options import flatten
+from async_rl.runtime._reference import set_starting_reference
 from async_rl.runtime._signals import StopSignal
+from async_rl.runtime._step_meter import StepMeter
 from async_rl.types import Group
 from async_rl.types import TrainState
 
@@ -67,15 +71,27 @@ class Session:
     self.accuracy: dict[int, float] = {}
     self.unfinished: list[int] = []
     self.stop = stop
-    self._parts = Parts(experiment)
     self._rewards = rewards
     self._scorer: tasks.Scorer | None = None  # scores training samples in place of the task
-    self._checkpoints = self._parts.make_checkpointer(folder.checkpoints)
+    options, training = experiment.options, experiment.options.training
+    self._stage_inputs = inputs = experiment.make_stage_inputs(rewards)
+    self._meshes = inputs.meshes
+    self._encoder = inputs.encoder
+    self._held_out = inputs.held_out
+    self._learner = inputs.learner
+    self._sampler = inputs.sampler
+    self._prompts = PromptStream(inputs.encoder, inputs.prompts, training.seed, training.epochs)
+    self._checkpoints = experiment.make_checkpointer(folder.checkpoints)
     self._ledger = Ledger()
     self.buffer = RolloutBuffer(
-      experiment.groups, experiment.lag_bound, steps=experiment.steps, limit=self._parts.prompts.num_tickets
+      training.groups, options.schedule.lag_bound, steps=options.length.steps, limit=self._prompts.num_tickets
     )
-    self.store = self._parts.make_store()
+    prepare = functools.partial(sampling.prepare_weights, experiment.policy)
+    self.store = WeightStore(prepare, self._sampler.weight_shardings, self._meshes.learner)
+
+  @functools.cached_property
+  def _evaluator(self) -> sampling.Sampler:
+    return self.experiment.make_evaluator(self._meshes.learner)
 
   # Open, restore.
 
@@ -87,53 +103,58 @@ class Session:
     host = self._restore_or_start()
     self._recorder = ScheduleRecorder(self.folder.schedule, host["schedule"] if host else 0)
     stack.callback(self._recorder.close)
-    options = dataclasses.asdict(experiment)
+    options = experiment.options
     self._writer = MetricsWriter(
       self.folder,
       resume_step=self.version,
       resume_rows=host["metrics"] if host else 0,
-      wandb=experiment.wandb,
-      config=options,
+      wandb=options.output.wandb,
+      config=flatten(options),
     )
     stack.callback(self._writer.close)
-    self._progress = Progress(experiment.steps, self.version)
+    self._progress = Progress(options.length.steps, self.version)
     stack.callback(self._progress.close)
     for damage in (*self._checkpoints.skipped.values(), *self._writer.damaged):
       self._progress.note(f"damaged: {damage}")
     self._checkpoints.set_aside_skipped()
     self._unwritten = MetricsBuffer()
-    self._scorer = experiment.scorer(self._parts)
-    if self._scorer is not None:
+    if experiment.scorer is not None:
+      self._scorer = experiment.scorer(self._stage_inputs)
       stack.callback(self._scorer.close)
-    engine, prompts = self._parts.engine, self._parts.prompts
-    conversations = Conversations(engine, self._parts.encoder, self._rewards, experiment.samples, self._scorer)
-    self.actor = Actor(engine, conversations, prompts, self.buffer, self._ledger, self._recorder)
-    self._meter = StepMeter(self._parts, self.buffer, self.store, self.actor, self._scorer or self._rewards)
+    samples = options.training.samples
+    conversations = Conversations(self._sampler, self._encoder, self._rewards, samples, self._scorer)
+    self.actor = Actor(self._sampler, conversations, self._prompts, self.buffer, self._ledger, self._recorder)
+    self._meter = StepMeter(self._sampler, self.buffer, self.store, self.actor, self._scorer or self._rewards)
     stack.callback(self.buffer.close)
     if host:
       self._restore_host(host)
     else:
       self.save()
     self.stop.activity = "compiling the sampler"
-    self._parts.engine.warmup(resumes=self._parts.encoder.has_tool)
+    self._sampler.warmup(resumes=self._encoder.has_tool)
 
   def _restore_or_start(self) -> dict[str, Any] | None:
     """Sets state and version; returns the host's part of the newest checkpoint, `None` if there is none."""
     if self._checkpoints.latest_step is not None:
-      self.state, host = self._checkpoints.restore(self._parts.learner.abstract())
+      self.state, host = self._checkpoints.restore(self._learner.abstract())
       self.version = int(self.state.version)
-      set_reference(self._parts, self.folder.reference, None)
+      if self.experiment.keeps_reference:
+        set_starting_reference(self._learner, self.folder.reference, None)
       return host
-    key = jax.random.key(self.experiment.seed)
-    self.state = self._parts.learner.init(key, self.experiment.start(self._parts))
+    start = self.experiment.start
+    params = start(self._stage_inputs) if start is not None else None
+    self.state = self._learner.init(jax.random.key(self.experiment.options.training.seed), params)
     shutil.rmtree(self.folder.reference, ignore_errors=True)  # left by a run that ended before its first checkpoint
-    set_reference(self._parts, self.folder.reference, self.state.params)
+    if self.experiment.keeps_reference:
+      set_starting_reference(self._learner, self.folder.reference, self.state.params)
     return None
 
   def _restore_host(self, host: dict[str, Any]) -> None:
-    self.buffer.restore(host["buffer"], self._parts.prompts.prompts, host["actor"]["tickets"].tolist())
+    self.buffer.restore(host["buffer"], self._prompts.prompts, host["actor"]["tickets"].tolist())
     saved = sum(map(drawn_tokens, self.buffer.groups()))
-    if self.experiment.mode == "simulated":  # continued samples could differ from undisturbed ones in the last bits
+    if (
+      self.experiment.options.schedule.mode == "simulated"
+    ):  # continued samples could differ from undisturbed ones in the last bits
       self.unfinished = host["actor"]["tickets"].tolist()
     else:
       self.actor.restore(host["actor"])
@@ -149,7 +170,7 @@ class Session:
   @property
   def done(self) -> bool:
     """Whether all steps are done."""
-    return self.version >= self.experiment.steps
+    return self.version >= self.experiment.options.length.steps
 
   def start_clock(self) -> None:
     """Starts measuring times and rates, once everything is ready."""
@@ -157,7 +178,7 @@ class Session:
 
   def publish_weights(self) -> None:
     """Sends the weights of the current version on their way to the actor."""
-    self.store.publish(self.version, self._parts.learner.sampler_params(self.state))
+    self.store.publish(self.version, self._learner.sampler_params(self.state))
 
   def submit_group(self) -> int | None:
     """Hands the actor the next group and returns its ticket; `None` if the lag bound or the data allow none."""
@@ -193,7 +214,7 @@ class Session:
 
   def step(self, groups: list[Group]) -> None:
     """Takes one optimizer step, publishes its weights, and evaluates and saves if that is due."""
-    learner, experiment = self._parts.learner, self.experiment
+    learner, output = self._learner, self.experiment.options.output
     self._meter.begin_step()
     self.stop.activity = f"training step {self.version + 1}"
     batch = learner.put(learning.pack(groups, learner.shape))
@@ -205,13 +226,13 @@ class Session:
     self._log(metrics, groups)
     if not self.done and self.evaluation_due:
       self.evaluate()
-    if not self.done and experiment.checkpoint_every and self.version % experiment.checkpoint_every == 0:
+    if not self.done and output.checkpoint_every and self.version % output.checkpoint_every == 0:
       self.save()
     self._meter.end_step()
 
   def _device_turn(self) -> contextlib.AbstractContextManager[None]:
     """On shared devices only one thread may launch programs at a time: their order must be the same on each device."""
-    shared = self._parts.meshes.colocated and self._parts.meshes.learner.size > 1
+    shared = self._meshes.colocated and self._meshes.learner.size > 1
     return self.actor.paused() if shared else contextlib.nullcontext()
 
   # Evaluate.
@@ -219,7 +240,7 @@ class Session:
   @property
   def evaluation_due(self) -> bool:
     """Whether the current version, between the first and the last, is one of those to evaluate."""
-    interval = self.experiment.eval_every
+    interval = self.experiment.options.output.eval_every
     return self.version == 0 or (bool(interval) and self.version % interval == 0)
 
   def evaluate(self) -> None:
@@ -228,31 +249,36 @@ class Session:
     Raises:
       StopRequested: if a signal asked the run to end.
     """
-    parts, experiment = self._parts, self.experiment
-    if not parts.held_out or self.version in self.accuracy:
+    if not self._held_out or self.version in self.accuracy:
       return
     self.stop.activity = f"evaluating step {self.version}"
     self._flush_metrics()
-    engine = parts.evaluator
     with self._device_turn():
-      engine.set_weights(self.state.params, self.version)
-      # Greedy samples say nothing about the distance to the reference.
-      measured = experiment.keeps_reference and experiment.evaluation_config().temperature == experiment.temperature
-      policy = self.state.params if measured else None
-      found = evaluate(
-        parts,
-        engine,
-        parts.held_out,
-        self._rewards,
-        proxy=self._scorer,
-        policy=policy,
-        between_chunks=self.stop.check,
-      )
+      metrics = self._measure(self._evaluator)
     self._warn_of_failures()
-    self.accuracy[self.version] = found["accuracy"]
-    self._writer.write(self.version, {f"eval/{name}": value for name, value in found.items()})
-    spread = f" ± {found['interval']:.3f}" if "interval" in found else ""
-    self._progress.note(f"step {self.version}: held-out accuracy {found['accuracy']:.3f}{spread}")
+    self.accuracy[self.version] = metrics["accuracy"]
+    self._writer.write(self.version, {f"eval/{name}": value for name, value in metrics.items()})
+    spread = f" ± {metrics['interval']:.3f}" if "interval" in metrics else ""
+    self._progress.note(f"step {self.version}: held-out accuracy {metrics['accuracy']:.3f}{spread}")
+
+  def _measure(self, sampler: sampling.Sampler) -> dict[str, float]:
+    """Returns the metrics of the current version on held-out prompts."""
+    experiment = self.experiment
+    sampler.set_weights(self.state.params, self.version)
+    metrics, groups = evaluate(
+      sampler,
+      self._encoder,
+      self._held_out,
+      self._rewards,
+      proxy=self._scorer,
+      between_chunks=self.stop.check,
+    )
+    # Samples at another temperature, such as greedy ones, say nothing about the distance to the reference.
+    if (
+      experiment.keeps_reference and experiment.evaluation_config.temperature == experiment.options.rollout.temperature
+    ):
+      metrics["kl_reference"] = measure_distance(self._learner, self.state.params, groups)
+    return metrics
 
   # Log.
 

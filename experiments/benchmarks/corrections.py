@@ -27,41 +27,45 @@ import numpy as np
 
 from async_rl import learning
 from async_rl import sampling
-from async_rl.runtime import Parts
+from async_rl import tasks
+from async_rl.rollout import PromptStream
+from async_rl.runtime import Experiment
+from async_rl.runtime import StageInputs
+from async_rl.runtime import override
 from async_rl.types import Batch
 from async_rl.types import Group
 from experiments.benchmarks import _corrections_gradients as gradients
 from experiments.benchmarks import _corrections_report as report
-from experiments.configs.quickstart import SMOKE
-from experiments.configs.quickstart import Config
+from experiments.configs import quickstart
 
 Params = Any
 
 
-def sample(parts: Parts, tickets: Sequence[int]) -> list[Group]:
-  """Finished groups under the engine's current weights."""
-  requests = [parts.prompts.request(ticket) for ticket in tickets]
-  completions, size = sampling.generate(parts.engine, requests), parts.experiment.samples
+def sample(run: StageInputs, tickets: Sequence[int]) -> list[Group]:
+  """Returns finished groups under the sampler's current weights."""
+  prompts = PromptStream(run.encoder, run.prompts, run.seed)
+  requests = [prompts.request(ticket) for ticket in tickets]
+  completions, size = sampling.generate(run.sampler, requests), run.samples
   groups = []
   for i, request in enumerate(requests):
     own = tuple(completions[i * size : (i + 1) * size])
-    rewards = [parts.task.reward(request.prompt, parts.encoder.decode_last_turn(c), c.finish) for c in own]
+    rewards = [run.encoder.task.reward(request.prompt, run.encoder.decode_last_turn(c), c.finish) for c in own]
     groups.append(Group(request, own, np.asarray(rewards, np.float32)))
   return groups
 
 
-def train(config: Config, parts: Parts, lags: Sequence[int]) -> dict[int, Params]:
-  """Parameters on the host by their lag behind the last version, from a run on fresh samples."""
-  learner, size = parts.learner, config.groups
-  state = learner.init(jax.random.key(config.seed), config.start(parts))
+def train(experiment: Experiment, run: StageInputs, lags: Sequence[int]) -> dict[int, Params]:
+  """Returns parameters on the host by their lag behind the last version, from a run on fresh samples."""
+  learner, size = run.learner, experiment.options.training.groups
+  state = learner.init(jax.random.key(run.seed), experiment.start and experiment.start(run))
   last, kept = max(lags), {}
   for version in range(last + 1):
     if last - version in lags:
       kept[last - version] = jax.device_get(state.params)
     if version == last:
       return kept
-    parts.engine.set_weights(state.params, version)
-    groups = sample(parts, range(version * size, (version + 1) * size))
+    run.sampler.set_weights(state.params, version)
+    groups = sample(run, range(version * size, (version + 1) * size))
     state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
     if version % 16 == 0:
       rewards = np.mean([g.rewards for g in groups])
@@ -69,26 +73,24 @@ def train(config: Config, parts: Parts, lags: Sequence[int]) -> dict[int, Params
   raise AssertionError("unreachable")
 
 
-def batches(parts: Parts, params: Params, version: int, first: int, count: int) -> Iterator[Batch]:
-  """Independent batches drawn with these weights; the same *first* gives the same prompts and random numbers."""
-  size = parts.experiment.groups
-  shape = parts.experiment.batch_shape()
-  shape = dataclasses.replace(shape, rows=shape.sequences)  # one micro-batch
-  parts.engine.set_weights(params, version)
+def batches(run: StageInputs, params: Params, version: int, first: int, count: int) -> Iterator[Batch]:
+  """Yields independent batches of these weights; the same *first* gives the same prompts and random numbers."""
+  shape = dataclasses.replace(run.learner.shape, rows=run.learner.shape.sequences)  # one micro-batch
+  size = shape.sequences // run.samples
+  run.sampler.set_weights(params, version)
   for i in range(count):
-    groups = sample(parts, range(first + i * size, first + (i + 1) * size))
+    groups = sample(run, range(first + i * size, first + (i + 1) * size))
     yield jax.device_put(learning.pack(groups, shape), jax.devices()[0])
 
 
-def measure(config: Config, lags: Sequence[int], count: int, fresh: int) -> dict[str, Any]:
-  """Everything the tables show: by lag, statistics of the batches and the comparison of every method."""
-  parts = Parts(config)
-  snapshots = train(config, parts, lags)
-  version, size = max(lags), config.groups
+def measure(experiment: Experiment, run: StageInputs, lags: Sequence[int], count: int, fresh: int) -> dict[str, Any]:
+  """Returns what the tables show: by lag, statistics of the batches and the comparison of every method."""
+  snapshots = train(experiment, run, lags)
+  version, size = max(lags), experiment.options.training.groups
   final = jax.device_put(snapshots[0], jax.devices()[0])
-  judge = gradients.Judge(dataclasses.replace(parts.policy, mesh=None), size, config.temperature)
+  judge = gradients.Judge(experiment.policy, size, experiment.options.rollout.temperature)
   first = version * size
-  drawn = batches(parts, final, version, first, fresh)
+  drawn = batches(run, final, version, first, fresh)
   targets = _collect([jax.device_get(judge.targets(final, batch, version)[0]) for batch in drawn])
   means = {name: gradients.Mean(values) for name, values in targets.items()}
   print(f"{fresh} fresh batches: relative variance {means['sequence_mean'].relative_variance:.1f}", flush=True)
@@ -96,7 +98,7 @@ def measure(config: Config, lags: Sequence[int], count: int, fresh: int) -> dict
   results = {}
   for lag in lags:
     found, shares, statistics = [], [], []
-    for batch in batches(parts, snapshots[lag], version - lag, first, count):
+    for batch in batches(run, snapshots[lag], version - lag, first, count):
       gradient, share = jax.device_get(judge.methods(final, batch, version))
       found.append(gradient)
       shares.append(share)
@@ -111,8 +113,8 @@ def measure(config: Config, lags: Sequence[int], count: int, fresh: int) -> dict
     print(f"lag {lag}: sequence ESS {averaged['ess/sequence']:.2f}", flush=True)
   return {
     "device": jax.devices()[0].device_kind,
-    "seed": config.seed,
-    "sequences": size * config.samples,
+    "seed": run.seed,
+    "sequences": size * run.samples,
     "batches": count,
     "fresh_batches": fresh,
     "targets": {name: {"variance": mean.relative_variance} for name, mean in means.items()},
@@ -133,11 +135,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
   parser.add_argument("--fresh", type=int, default=64, help="batches of the on-policy gradient")
   parser.add_argument("--seed", type=int, default=0)
   options = parser.parse_args(arguments)
-  overrides: dict[str, Any] = SMOKE if options.smoke else {}
+  overrides: dict[str, Any] = quickstart.SMOKE if options.smoke else {}
   count, fresh = (3, 4) if options.smoke else (options.batches, options.fresh)
   with tempfile.TemporaryDirectory() as folder:
-    config = Config(**(overrides | {"run_dir": folder, "seed": options.seed}))
-    result = measure(config, sorted({0, *options.lags}), count, fresh)
+    given = overrides | {"run_dir": folder, "seed": options.seed}
+    experiment = quickstart.build(override(quickstart.Options(), **given))
+    with tasks.RewardPool(experiment.task, workers=0) as rewards:
+      run = experiment.make_stage_inputs(rewards)
+      result = measure(experiment, run, sorted({0, *options.lags}), count, fresh)
   options.out.mkdir(parents=True, exist_ok=True)
   (options.out / "corrections.json").write_text(json.dumps(result, indent=1) + "\n")
   text = report.tables(result)

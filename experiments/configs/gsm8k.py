@@ -1,4 +1,4 @@
-"""GSM8K with pretrained weights: supervised fine-tuning, then asynchronous RL.
+"""GSM8K word problems with SmolLM2-135M-Instruct or other --weights: supervised fine-tuning, then asynchronous RL.
 
 Command: python -m experiments.train gsm8k --gsm8k-folder DIR
 Hardware and time: one H100, 8 minutes for 350 supervised and 266 RL steps; two CPU cores for a look.
@@ -9,27 +9,68 @@ from __future__ import annotations
 
 import dataclasses
 
+import optax
+
+from async_rl import learning
+from async_rl import runtime
+from async_rl import stabilizers
 from async_rl import tasks
 from experiments.configs._pretrained import Pretrained
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Pretrained):
-  """GSM8K word problems, SmolLM2-135M-Instruct or other --weights. One GPU."""
-
-  name = "gsm8k"
-
-  run_dir: str = "runs/gsm8k"
-  steps: int = 266
-  supervised_steps: int = 350
-  eval_prompts: int = 1319
-  #: Folder with the original train.jsonl and test.jsonl; `None`: TFDS `gsm8k`, downloaded if need be.
+class Options:
+  #: Folder with the original train.jsonl and test.jsonl; None: TFDS `gsm8k`, downloaded if need be.
   gsm8k_folder: str | None = None
   #: Ask in a conversation, for instruct models, or in plain text.
   chat: bool = True
+  #: Steps of supervised training on reference solutions (64 each) before reinforcement learning; 0: none.
+  supervised_steps: int = 350
+  #: Learning rate of supervised training.
+  supervised_rate: float = 1e-4
+  #: Policy loss, a name in `losses.CORRECTIONS`.
+  objective: str = "sequence_tis"
+  #: Advantages, a name in `losses.ADVANTAGES`.
+  advantages: str = "dr_grpo"
+  #: Learning rate of AdamW.
+  learning_rate: float = 1e-5
+  #: Gradient alignment up to which a gradient is kept.
+  align_low: float = 0.2
+  #: Gradient alignment from which a step is skipped.
+  align_high: float = 0.8
+  #: Exponent of the effective-sample-size scaling of the learning rate.
+  ess_power: float = 0.5
+  #: Effective sample size, as a share of the batch, that counts as on-policy: bfloat16 alone brings it to 0.7 here.
+  ess_reference: float = 0.7
+  pretrained: Pretrained = Pretrained()
+  training: runtime.Training = runtime.Training(groups=32, samples=16)
+  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=320, max_completion_tokens=256, slots=512)
+  schedule: runtime.Schedule = runtime.Schedule(max_lag=2)
+  devices: runtime.Devices = runtime.Devices(rows=16, row_tokens=1024, reward_workers=8)
+  length: runtime.Length = runtime.Length(steps=266)
+  output: runtime.Output = runtime.Output(run_dir="runs/gsm8k", eval_every=50, eval_prompts=1319)
 
-  def task(self) -> tasks.GSM8K:
-    return tasks.GSM8K(folder=self.gsm8k_folder, chat=self.chat)
+
+def build(options: Options) -> runtime.Experiment:
+  weights = options.pretrained
+  return runtime.Experiment(
+    name="gsm8k",
+    options=options,
+    task=tasks.GSM8K(folder=options.gsm8k_folder, chat=options.chat),
+    tokenizer=weights.tokenizer(),
+    policy=weights.policy(),
+    start=runtime.SupervisedStage(options.supervised_steps, options.supervised_rate, start=weights.load),
+    objective=learning.objective(options.objective, advantages=options.advantages),
+    optimizer=stabilizers.control_alignment(
+      optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),
+        stabilizers.scale_by_ess(options.ess_power, options.ess_reference),
+      ),
+      low=options.align_low,
+      high=options.align_high,
+    ),
+  )
 
 
 SMOKE = dict(

@@ -10,29 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from async_rl import sampling
 from async_rl import tasks
+from async_rl.runtime import Experiment
+from async_rl.runtime import override
 from experiments.configs import gsm8k
 
+# All turns but the last may call the calculator. Every answer means one more prefill, of a whole conversation.
+DEFAULTS = override(
+  gsm8k.Options(),
+  run_dir="runs/gsm8k_calculator", max_prompt_tokens=384, max_completion_tokens=448, max_turns=5, prefill_tokens=8192,
+)  # fmt: skip
 
-@dataclasses.dataclass(frozen=True)
-class Config(gsm8k.Config):
-  """GSM8K word problems with a calculator, SmolLM2-135M-Instruct or other --weights. One GPU."""
 
-  name = "gsm8k_calculator"
-
-  run_dir: str = "runs/gsm8k_calculator"
-  max_prompt_tokens: int = 384
-  max_completion_tokens: int = 448
-  #: Most turns of the model in a completion; all but the last may call the calculator, and the prompt says so.
-  max_turns: int = 5
-
-  def task(self) -> tasks.Calculator:  # type: ignore[override]
-    return tasks.Calculator(tasks.GSM8K(self.gsm8k_folder, answer="marked", chat=self.chat), self.max_turns - 1)
-
-  def sampler_config(self) -> sampling.SamplerConfig:
-    # Every answer means one more prefill, of a whole conversation.
-    return dataclasses.replace(super().sampler_config(), prefill_tokens=8192)
+def build(options: gsm8k.Options) -> Experiment:
+  problems = tasks.GSM8K(options.gsm8k_folder, answer="marked", chat=options.chat)
+  task = tasks.Calculator(problems, options.rollout.max_turns - 1)
+  return dataclasses.replace(gsm8k.build(options), name="gsm8k_calculator", task=task)
 
 
 SMOKE = gsm8k.SMOKE | dict(max_turns=3)

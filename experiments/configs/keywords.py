@@ -1,4 +1,4 @@
-"""Asynchronous RLHF on made-up summaries: supervised, reward model and reinforcement learning from scratch.
+"""RLHF on made-up summaries with a 0.1M-parameter transformer from scratch: supervised, reward model, asynchronous RL.
 
 Command: python -m experiments.train keywords --method online_dpo    # or ipo, rloo, proximal_rloo, best_of_n
 Hardware and time: two CPU cores, minutes.
@@ -9,55 +9,52 @@ Result: true reward of held-out samples .64 after the supervised stage, about .9
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import optax
 
 from async_rl import models
+from async_rl import runtime
 from async_rl import tasks
-from experiments.configs._rlhf import RLHFExperiment
+from experiments.configs._rlhf import RLHF
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RLHFExperiment):
-  """RLHF on made-up summaries, a 0.1M-parameter transformer from scratch. CPU, minutes."""
-
-  name = "keywords"
-
-  run_dir: str = "runs/keywords"
-  stages: str = "runs/keywords_stages"
-  steps: int = 192
-  max_lag: int = 1
-  groups: int = 16
-  max_prompt_tokens: int = 16
-  max_completion_tokens: int = 10
-  slots: int = 64
-  decode_chunk: int = 5
-  on_update: Literal["keep", "recompute"] = "recompute"  # weights move fast here, and prompts are short
-  rows: int = 32
-  reward_workers: int = 0
-  eval_every: int = 64
-  eval_prompts: int = 256
-  checkpoint_every: int = 100
-
+class Options:
   #: Learning rate of Adam.
   learning_rate: float = 1e-3
+  rlhf: RLHF = RLHF(stages="runs/keywords_stages")
+  training: runtime.Training = runtime.Training(groups=16, samples=2, reference=True)
+  # Weights move fast here and prompts are short, so recomputing the cache is worth it.
+  rollout: runtime.Rollout = runtime.Rollout(
+    max_prompt_tokens=16, max_completion_tokens=10, decode_chunk=5, on_update="recompute"
+  )
+  schedule: runtime.Schedule = runtime.Schedule(max_lag=1)
+  devices: runtime.Devices = runtime.Devices(rows=32, reward_workers=0)
+  length: runtime.Length = runtime.Length(steps=192)
+  # Held-out prompts are sampled, not answered greedily, so that the distance to the reference can be measured.
+  output: runtime.Output = runtime.Output(
+    run_dir="runs/keywords", eval_every=64, eval_prompts=256, eval_temperature=None, checkpoint_every=100
+  )
 
-  def task(self) -> tasks.KeyWords:
-    return tasks.KeyWords()
 
-  def tokenizer(self) -> models.Tokenizer:
-    return models.SentencePieceTokenizer(models.train_sentencepiece([tasks.KeyWords.corpus]))
-
-  def policy(self) -> models.Policy:
-    config = models.ModelConfig(
-      vocab_size=64, d_model=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, d_ff=256
-    )
-    return models.Policy(config, dtype="float32")
-
-  def optimizer(self) -> optax.GradientTransformation:
-    rate = optax.linear_schedule(0.0, self.learning_rate, 10)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
+def build(options: Options) -> runtime.Experiment:
+  task = tasks.KeyWords()
+  config = models.ModelConfig(
+    vocab_size=64, d_model=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, d_ff=256
+  )
+  return runtime.Experiment(
+    name="keywords",
+    options=options,
+    task=task,
+    tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
+    policy=models.Policy(config, dtype="float32"),
+    start=options.rlhf.start(),
+    scorer=options.rlhf.scorer(),
+    objective=options.rlhf.objective(),
+    optimizer=optax.chain(
+      optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, options.learning_rate, 10), b2=0.99)
+    ),
+  )
 
 
 SMOKE = dict(

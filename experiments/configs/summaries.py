@@ -1,4 +1,4 @@
-"""Asynchronous RLHF on summaries of forum posts (TL;DR), from pretrained weights.
+"""RLHF on summaries of forum posts (TL;DR, your jsonl files) with SmolLM2-135M-Instruct or other --weights.
 
 Command: python -m experiments.train summaries --folder DIR --method online_dpo
   DIR holds train.jsonl and test.jsonl (`post`, `summary`, optionally `title`, `subreddit`), and the comparisons
@@ -14,43 +14,45 @@ import dataclasses
 
 import optax
 
-from async_rl import models
+from async_rl import runtime
 from async_rl import tasks
-from async_rl.runtime import Parts
 from experiments.configs._pretrained import Pretrained
-from experiments.configs._pretrained import load_pretrained
-from experiments.configs._rlhf import RLHFExperiment
+from experiments.configs._rlhf import RLHF
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RLHFExperiment, Pretrained):
-  """RLHF on summaries of forum posts (your jsonl files), SmolLM2-135M-Instruct or other --weights. One GPU."""
-
-  name = "summaries"
-
-  run_dir: str = "runs/summaries"
-  stages: str = "runs/summaries_stages"
-  max_lag: int = 1
-  groups: int = 128
-  max_prompt_tokens: int = 512
-  max_completion_tokens: int = 64
-  supervised_steps: int = 500
-  supervised_rate: float = 5e-5
-  reward_model_steps: int = 500
-  reward_model_rate: float = 2e-5
-  learning_rate: float = 3e-6
+class Options:
   #: Folder with the posts and the comparisons.
   folder: str | None = None
+  #: Learning rate of Adam.
+  learning_rate: float = 3e-6
+  rlhf: RLHF = RLHF(stages="runs/summaries_stages", supervised_rate=5e-5, reward_model_rate=2e-5)
+  pretrained: Pretrained = Pretrained()
+  training: runtime.Training = runtime.Training(groups=128, samples=2, reference=True)
+  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=512, max_completion_tokens=64, slots=512)
+  schedule: runtime.Schedule = runtime.Schedule(max_lag=1)
+  devices: runtime.Devices = runtime.Devices(rows=16, row_tokens=1024, reward_workers=8)
+  length: runtime.Length = runtime.Length(steps=200)
+  output: runtime.Output = runtime.Output(
+    run_dir="runs/summaries", eval_every=50, eval_prompts=256, eval_temperature=None
+  )
 
-  def task(self) -> tasks.Summaries:
-    return tasks.Summaries(self.folder)
 
-  def optimizer(self) -> optax.GradientTransformation:
-    rate = optax.linear_schedule(0.0, self.learning_rate, 10)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
-
-  def pretrained(self, parts: Parts) -> models.Params:
-    return load_pretrained(self.weights, parts)
+def build(options: Options) -> runtime.Experiment:
+  weights = options.pretrained
+  return runtime.Experiment(
+    name="summaries",
+    options=options,
+    task=tasks.Summaries(options.folder),
+    tokenizer=weights.tokenizer(),
+    policy=weights.policy(),
+    start=options.rlhf.start(weights.load, weights.weights),
+    scorer=options.rlhf.scorer(weights.load, weights.weights),
+    objective=options.rlhf.objective(),
+    optimizer=optax.chain(
+      optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, options.learning_rate, 10))
+    ),
+  )
 
 
 SMOKE = dict(

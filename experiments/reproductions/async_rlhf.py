@@ -48,12 +48,13 @@ class Look(NamedTuple):
   kl: float
 
 
-def config(folder: pathlib.Path, method: Method, rounds: int, seed: int, smoke: bool) -> keywords.Config:
-  """Returns the config of one run; it makes two rounds of the largest N."""
-  options: dict[str, Any] = (
+def experiment(folder: pathlib.Path, method: Method, rounds: int, seed: int, smoke: bool) -> runtime.Experiment:
+  """Returns the experiment of one run, which makes two rounds of the largest N."""
+  lengths: dict[str, Any] = (
     keywords.SMOKE | {"steps": 4, "eval_every": 2} if smoke else {"steps": 128, "eval_every": 32}
   )
-  return keywords.Config(
+  options = runtime.override(
+    keywords.Options(),
     run_dir=str(folder / f"{method}_n{rounds}_seed{seed}"),
     stages=str(folder / "stages"),
     mode="simulated",
@@ -61,8 +62,9 @@ def config(folder: pathlib.Path, method: Method, rounds: int, seed: int, smoke: 
     max_lag=rounds - 1,
     method=method,
     seed=seed,
-    **options | {"checkpoint_every": 0},
+    **lengths | {"checkpoint_every": 0},
   )
+  return keywords.build(options)
 
 
 def looks(folder: pathlib.Path) -> list[Look]:
@@ -213,9 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in range(options.seeds):
       for n in options.rounds:
         for method in options.methods:
-          run = config(options.folder, method, n, seed, options.smoke)
-          summary = runtime.train(run)
-          print(f"{time.monotonic() - began:.0f} s: {run.run_dir}: {summary.accuracy:.3f}", flush=True)
+          summary = runtime.train(experiment(options.folder, method, n, seed, options.smoke))
+          print(f"{time.monotonic() - began:.0f} s: {summary.folder.path}: {summary.accuracy:.3f}", flush=True)
   try:
     report(options.folder, options.results)
   except FileNotFoundError as error:

@@ -35,8 +35,9 @@ def test_the_interval_covers_the_mean_of_coin_flips():
 
 def test_the_command_evaluates_what_the_run_evaluated(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  config = quickstart.Config(run_dir="run", generation_devices=4, **quickstart.SMOKE | {"steps": 1})
-  summary = runtime.train(config)
+  given = quickstart.SMOKE | {"steps": 1, "generation_devices": 4, "run_dir": "run"}
+  experiment = quickstart.build(runtime.override(quickstart.Options(), **given))
+  summary = runtime.train(experiment)
   assert evaluate.main(["run", "--prompts", "8"]) == 0
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
   assert evaluate.main(["run", "--prompts", "4", "--samples", "4"]) == 0
@@ -44,9 +45,9 @@ def test_the_command_evaluates_what_the_run_evaluated(tmp_path, monkeypatch, cap
   assert "avg@4" in printed
   assert "pass@4" in printed
   assert "temperature 1" in printed
-  parts = runtime.Parts(config)
-  params = parts.make_checkpointer(summary.folder.checkpoints).restore_params(parts.learner.abstract().params)
-  models.save_hf("exported", parts.policy.config, params, dtype="float32")
+  learner = experiment.make_learner(experiment.make_meshes().learner)
+  params = experiment.make_checkpointer(summary.folder.checkpoints).restore_params(learner.abstract().params)
+  models.save_hf("exported", experiment.policy.config, params, dtype="float32")
   assert evaluate.main(["run", "--prompts", "8", "--weights", "exported"]) == 0
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
   assert evaluate.main(["run", "--weights", "no/such"]) == 2

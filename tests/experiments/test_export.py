@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from async_rl import learning
+from async_rl import losses
 from async_rl import models
 from async_rl import runtime
 from experiments import evaluate
@@ -20,13 +22,18 @@ from experiments.configs import quickstart
 @pytest.mark.parametrize("lora", [models.LoRA(rank=2), None])
 def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, capsys, lora):
   monkeypatch.chdir(tmp_path)
-  policy = quickstart.Config.policy
-  monkeypatch.setattr(quickstart.Config, "policy", lambda self: dataclasses.replace(policy(self), lora=lora))
-  monkeypatch.setattr(quickstart.Config, "start", lambda self, parts: None)
-  monkeypatch.setattr(quickstart.Config, "advantages", lambda self, x: x.groups + 1.0)  # random sums earn nothing
-  options = quickstart.SMOKE | {"steps": 2, "learning_rate": 1e-2, "generation_devices": 4}
-  config = quickstart.Config(run_dir="run", **options)
-  summary = runtime.train(config)
+  build = quickstart.build
+
+  def changed(options):
+    """Other adapters and no warm start; advantages that do not depend on the rewards, since random sums earn none."""
+    objective = learning.Objective(losses.reinforce, lambda rewards, groups, num_groups: groups + 1.0)
+    policy = dataclasses.replace(build(options).policy, lora=lora)
+    return dataclasses.replace(build(options), policy=policy, start=None, objective=objective)
+
+  monkeypatch.setattr(quickstart, "build", changed)
+  given = quickstart.SMOKE | {"steps": 2, "learning_rate": 1e-2, "generation_devices": 4, "run_dir": "run"}
+  experiment = quickstart.build(runtime.override(quickstart.Options(), **given))
+  summary = runtime.train(experiment)
   assert evaluate.main(["run", "--prompts", "8"]) == 0
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
   assert export.main(["run", "folder", "--dtype", "float32"]) == 0
@@ -35,14 +42,14 @@ def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, cap
   assert evaluate.main(["run", "--prompts", "8", "--weights", "folder"]) == 0
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
 
-  parts = runtime.Parts(config)
-  params = parts.make_checkpointer(summary.folder.checkpoints).restore_params(parts.learner.abstract().params)
+  learner = experiment.make_learner(experiment.make_meshes().learner)
+  params = experiment.make_checkpointer(summary.folder.checkpoints).restore_params(learner.abstract().params)
   exported = models.load_params(models.open_checkpoint("folder"))
   tokens = np.random.default_rng(0).integers(0, 30, (2, 12)).astype(np.int32)
   rows = tokens, np.ones_like(tokens), np.tile(np.arange(12, dtype=np.int32), (2, 1))
   score = lambda policy, params: jax.jit(lambda p: models.score(policy, p, *rows).logprobs)(jax.device_get(params))
-  plain = dataclasses.replace(parts.policy, lora=None)
-  got, expected = score(plain, exported)[:, 1:], score(parts.policy, params)[:, 1:]
+  plain = dataclasses.replace(experiment.policy, lora=None)
+  got, expected = score(plain, exported)[:, 1:], score(experiment.policy, params)[:, 1:]
   np.testing.assert_allclose(got, expected, atol=1e-5)
   if lora:
     assert np.abs(got - score(plain, models.split_trainable(params)[1])[:, 1:]).max() > 1e-2

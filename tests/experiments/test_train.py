@@ -1,9 +1,12 @@
 """The command: every config runs, is killed and resumed; help and errors are those of a good tool."""
 
-import importlib
+import dataclasses
+import inspect
+import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 import string
@@ -14,17 +17,14 @@ import time
 import jax
 import pytest
 
-from async_rl import learning
-from async_rl import losses
 from async_rl import models
 from async_rl import recording
-from async_rl import runtime
 from async_rl import tasks
 from async_rl.recording import read_metrics
+from experiments import configs
+from experiments import evaluate
+from experiments import export
 from experiments import train
-from experiments.configs import keywords
-from experiments.configs import load_all
-from experiments.configs import summaries
 
 ROOT = pathlib.Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "data" / "gsm8k"
@@ -75,7 +75,7 @@ def is_fetched(weights):
 
 
 def arguments(name, run_dir):
-  options = importlib.import_module(f"experiments.configs.{name}").SMOKE | {"run_dir": run_dir}
+  options = configs.load(name).smoke | {"run_dir": run_dir}
   if "gsm8k" in name:
     options["gsm8k_folder"] = GSM8K
   if name == "summaries":
@@ -103,7 +103,7 @@ def rows_of(run_dir):
   return [r for r in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in r]
 
 
-@pytest.mark.parametrize("name", load_all())
+@pytest.mark.parametrize("name", configs.NAMES)
 def test_every_config_runs_is_killed_and_resumed(name, tmp_path):
   if name == "countdown":
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
@@ -132,9 +132,37 @@ def test_help_lists_the_configs(capsys):
     train.main(["--help"])
   assert exit_.value.code == 0
   printed = capsys.readouterr().out
-  for name, config in load_all().items():
+  for name in configs.NAMES:
     assert name in printed
-    assert config.__doc__.split(",")[0] in " ".join(printed.replace("│", " ").split())
+    assert configs.load(name).description in printed
+
+
+def parameters(name):
+  """Every option of a config, by the part that has it."""
+  found, parts = {}, [configs.load(name).defaults]
+  while parts:
+    part = parts.pop()
+    for field in dataclasses.fields(part):
+      value = getattr(part, field.name)
+      if dataclasses.is_dataclass(value):
+        parts.append(value)
+      else:
+        found[field.name] = type(part)
+  return found
+
+
+@pytest.mark.parametrize("name", configs.NAMES)
+def test_help_explains_every_option(name, capsys):
+  with pytest.raises(SystemExit) as exit_:
+    train.main([name, "--help"])
+  assert exit_.value.code == 0
+  printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+  for option, part in parameters(name).items():
+    above = inspect.getsource(part).split(f"\n  {option}: ")[0].splitlines()
+    comment = [line.strip() for line in itertools.takewhile(lambda line: line.startswith("  #: "), reversed(above))]
+    assert comment, f"{part} does not explain {option}"
+    assert f"--{option.replace('_', '-')}" in printed
+    assert " ".join(line.removeprefix("#: ") for line in reversed(comment)) in printed
 
 
 def test_a_misspelt_option_is_refused_with_the_right_name(capsys):
@@ -162,13 +190,13 @@ def test_a_bad_value_is_one_sentence(tmp_path, capsys):
   with pytest.raises(SystemExit) as exit_:
     train.main(["quickstart", "--run-dir", str(tmp_path), "--steps", "0"])
   assert exit_.value.code == 2
-  assert "steps must be at least 1, got steps=0." in capsys.readouterr().err
+  assert "*steps* must be an integer at least 1, got steps=0." in capsys.readouterr().err
 
 
-def test_one_sample_cannot_be_compared(tmp_path, capsys):
-  with pytest.raises(SystemExit):
-    train.main(["keywords", "--run-dir", str(tmp_path / "run"), "--samples", "1"])
-  assert "samples must be at least 2" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["keywords", "quickstart"])
+def test_one_sample_cannot_be_compared(name, tmp_path, capsys):
+  assert train.main([name, "--run-dir", str(tmp_path / "run"), "--samples", "1"]) == 2
+  assert "*samples* must be at least 2" in capsys.readouterr().err
   assert not (tmp_path / "run").exists()
 
 
@@ -182,13 +210,15 @@ def test_summaries_ask_for_their_posts(tmp_path, capsys):
 
 
 def test_stages_of_other_weights_or_steps_are_refused(tmp_path):
-  options = {"run_dir": str(tmp_path / "run"), "stages": str(tmp_path / "stages"), "folder": str(posts(tmp_path))}
+  config = configs.load("summaries")
+  given = {"run_dir": str(tmp_path / "run"), "stages": str(tmp_path / "stages"), "folder": str(posts(tmp_path))}
   weights = [tiny_weights(tmp_path), shutil.copytree(tmp_path / "weights", tmp_path / "others")]
 
   def start(weights, supervised_steps):
-    given = options | {"weights": str(weights), "supervised_steps": supervised_steps, "rows": 8}
-    config = summaries.Config(**summaries.SMOKE | given)
-    return config.start(runtime.Parts(config))
+    changed = {"weights": str(weights), "supervised_steps": supervised_steps, "rows": 8}
+    experiment = config.experiment(config.options(**config.smoke | given | changed))
+    with tasks.RewardPool(experiment.task, workers=0) as rewards:
+      return experiment.start(experiment.make_stage_inputs(rewards))
 
   start(weights[0], 1)
   with pytest.raises(recording.CheckpointError, match="options.supervised_steps: 1 -> 2"):
@@ -197,9 +227,9 @@ def test_stages_of_other_weights_or_steps_are_refused(tmp_path):
     start(weights[1], 1)
 
 
-def test_rlhf_without_a_supervised_stage_starts_from_random_parameters(tmp_path):
-  config = keywords.Config(run_dir=str(tmp_path / "run"), stages=str(tmp_path / "stages"), supervised_steps=0)
-  assert config.start(runtime.Parts(config)) is None
+def test_rlhf_without_a_supervised_stage_starts_from_random_parameters():
+  config = configs.load("keywords")
+  assert config.experiment(config.options(supervised_steps=0)).start is None
 
 
 def test_missing_data_is_one_sentence(tmp_path, capsys):
@@ -209,19 +239,113 @@ def test_missing_data_is_one_sentence(tmp_path, capsys):
   assert "nowhere" in capsys.readouterr().err
 
 
-def test_an_error_in_a_users_loss_keeps_its_traceback(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
+MINE = """
+'''Sums of mine.'''
 
+import dataclasses
+
+from async_rl import runtime
+from async_rl import tasks
+from experiments.configs import quickstart
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits(tasks.Sums):
+  def reward(self, prompt, text, finish):
+    return sum(c.isdigit() for c in text) / 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  #: How often the reward counts.
+  scale: float = 1.0
+  #: Whether the loss raises.
+  broken: bool = False
+  training: runtime.Training = runtime.Training(groups=2, samples=2)
+  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=16, max_completion_tokens=24, slots=8)
+  schedule: runtime.Schedule = runtime.Schedule(mode="sync")
+  devices: runtime.Devices = runtime.Devices(reward_workers=1)
+  length: runtime.Length = runtime.Length(steps=1)
+  output: runtime.Output = runtime.Output(run_dir="runs/mine", eval_prompts=4)
+
+
+def build(options):
   def loss(logprobs, behavior, advantages, mask):
-    raise ValueError("of the user")
+    if options.broken:
+      raise ValueError("of the user")
+    return losses.reinforce(logprobs, behavior, advantages * options.scale, mask)
 
+  given = quickstart.build(quickstart.Options())
   objective = learning.Objective(loss, losses.rloo_advantages)
-  monkeypatch.setattr(
-    importlib.import_module("experiments.configs.quickstart").Config, "objective", lambda self: objective
-  )
-  monkeypatch.setattr(
-    importlib.import_module("experiments.configs.quickstart").Config, "start", lambda self, parts: None
-  )
-  smoke = [*arguments("quickstart", "run"), "--rows", "8", "--generation-devices", "4", "--eval-prompts", "0"]
+  task = Digits(data_dir="data")
+  return dataclasses.replace(given, name="mine", options=options, task=task, start=None, objective=objective)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+  """A config of the user's own, outside of the package."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  (tmp_path / "mine").mkdir()
+  file = tmp_path / "mine" / "config_of_mine.py"
+  file.write_text(MINE)
+  yield file
+  sys.modules.pop("config_of_mine", None)
+
+
+def test_a_config_of_ones_own_is_trained_evaluated_and_exported(mine, capsys):
+  options = ["--scale", "2", "--run-dir", "run"]
+  assert train.main([str(mine), *options]) == 0
+  assert evaluate.main(["run"]) == 0
+  assert "config_of_mine.py, step 1, " in capsys.readouterr().out
+  assert export.main(["run", "exported"]) == 0
+  moved = mine.parents[1] / "config_of_mine.py"
+  mine.rename(moved)
+  del sys.modules["config_of_mine"]
+  assert evaluate.main(["run"]) == 2
+  assert "give the path of its file with --config" in capsys.readouterr().err
+  assert evaluate.main(["run", "--config", str(moved)]) == 0
+  assert train.main([str(moved), *options, "--steps", "2"]) == 0  # the name is the same, so it resumes
+  assert train.main([str(moved), "--scale", "3", "--run-dir", "run"]) == 2
+  assert "scale: 2.0 -> 3.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "message"),
+  [
+    ("nowhere.py", None, "there is no config file"),
+    ("no_config.py", "x = 1", "must define Options"),
+    ("json.py", MINE, "has the name of another module"),
+  ],
+)
+def test_a_file_that_is_no_config_is_one_sentence(tmp_path, capsys, monkeypatch, name, text, message):
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  if text is not None:
+    (tmp_path / name).write_text(text)
+  assert train.main([str(tmp_path / name)]) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_an_unknown_config_suggests_the_right_one(capsys):
+  assert train.main(["quikstart"]) == 2
+  assert "did you mean 'quickstart'" in capsys.readouterr().err
+
+
+def test_an_error_in_a_users_loss_keeps_its_traceback(mine):
   with pytest.raises(ValueError, match="of the user"):
-    train.main(smoke)
+    train.main([str(mine), "--broken", "--run-dir", "run"])
+
+
+@pytest.mark.parametrize("options", [("--learning-rate", "nan"), ("--warm-accuracy", "2"), ("--reward-timeout", "nan")])
+def test_a_bad_value_of_any_part_is_refused_in_the_words_of_the_command_line(options, tmp_path, capsys):
+  try:
+    status = train.main(["quickstart", "--run-dir", str(tmp_path / "run"), *options])
+  except SystemExit as stop:
+    status = stop.code
+  assert status == 2
+  name = options[0].removeprefix("--").replace("-", "_")
+  assert re.search(
+    rf"\*{name}\* must .*{name}={options[1]}", " ".join(capsys.readouterr().err.replace("│", " ").split())
+  )
+  assert not (tmp_path / "run").exists()

@@ -1,6 +1,7 @@
 """What tests of whole runs share."""
 
 import contextlib
+import dataclasses
 
 import jax
 import numpy as np
@@ -8,16 +9,28 @@ import pytest
 
 from async_rl import recording
 from async_rl import runtime
+from async_rl import tasks
 from async_rl.runtime import _session
 
 
 def params_of(summary, experiment):
   """The final state and the host's, read back from the checkpoint."""
-  parts = runtime.Parts(experiment)
-  store = parts.make_checkpointer(summary.folder.checkpoints)
-  state, host = store.restore(parts.learner.abstract())
-  store.close()
+  learner = experiment.make_learner(experiment.make_meshes().learner)
+  with contextlib.closing(experiment.make_checkpointer(summary.folder.checkpoints)) as checkpoints:
+    state, host = checkpoints.restore(learner.abstract())
   return jax.device_get(state), host
+
+
+def with_options(experiment, **values):
+  """The experiment with some options replaced by name."""
+  return dataclasses.replace(experiment, options=runtime.override(experiment.options, **values))
+
+
+@contextlib.contextmanager
+def stage_inputs(experiment):
+  """What a stage of the experiment is given."""
+  with tasks.RewardPool(experiment.task, workers=0) as rewards:
+    yield experiment.make_stage_inputs(rewards)
 
 
 def run(experiment):

@@ -1,7 +1,6 @@
 """Reward models: what they learn, their scorer, and runs that are rewarded by one."""
 
 import dataclasses
-import functools
 import shutil
 import threading
 
@@ -10,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from runtime_helpers import killed_at
-from tiny import Tiny
+from runtime_helpers import stage_inputs
 
 from async_rl import learning
 from async_rl import models
@@ -25,59 +25,54 @@ from async_rl.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class Words(Tiny):
-  """Key words; a reward model with random values; the distance to the reference in the reward."""
+class Options(tiny.Options):
+  """Those of the smallest experiment, and one of its policy."""
 
-  name = "words"
-
-  max_prompt_tokens: int = 12
-  max_completion_tokens: int = 12
-  generation_devices: int = 4
-  letters: int = 4
-  reference: bool = True
-  learning_rate: float = 1e-3
   lora_rank: int = 0
 
-  def task(self):
-    return tasks.KeyWords(letters=self.letters, words=self.letters, keys=2, train=2048, test=256)
 
-  def policy(self):
-    config = models.ModelConfig(
-      vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64
-    )
-    lora = models.LoRA(self.lora_rank) if self.lora_rank else None
-    return models.Policy(config, dtype="float32", lora=lora)
-
-  def optimizer(self):
-    return optax.adam(self.learning_rate)
-
-  def objective(self):
-    return learning.rlhf_objective("online_dpo")
-
-  def evaluation_config(self):
-    return dataclasses.replace(super().evaluation_config(), temperature=self.temperature)
-
-  def scorer(self, parts):
-    return runtime.make_scorer(parts, random_values(parts), rows=4, missing_end=-0.5)
+def build(options):
+  """Key words; a reward model with random values; the distance to the reference in the reward."""
+  task = tasks.KeyWords(letters=4, words=4, keys=2, train=2048, test=256)
+  config = models.ModelConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64)
+  lora = models.LoRA(options.lora_rank) if options.lora_rank else None
+  return runtime.Experiment(
+    name="words",
+    options=options,
+    task=task,
+    tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
+    policy=models.Policy(config, dtype="float32", lora=lora),
+    objective=learning.rlhf_objective("online_dpo"),
+    optimizer=optax.adam(options.learning_rate),
+    scorer=lambda stage: runtime.make_scorer(stage, random_values(stage), rows=4, missing_end=-0.5),
+  )
 
 
-def random_values(parts, seed=5):
-  model = models.RewardModel.of(parts.policy)
+def words(folder="reward_model", **given):
+  sizes = dict(max_prompt_tokens=12, max_completion_tokens=12, generation_devices=4, learning_rate=1e-3)
+  defaults = runtime.override(Options(), eval_temperature=None, reference=True, **sizes)
+  return tiny.tiny(defaults, build, run_dir=str(folder), **given)
+
+
+def random_values(stage, seed=5):
+  model = models.RewardModel.of(dataclasses.replace(stage.learner.policy, mesh=None))
   params = jax.jit(model.init)(jax.random.key(seed))
   kernel = jax.random.normal(jax.random.key(seed), params["value_head"]["kernel"].shape)
   return params | {"value_head": {"kernel": kernel, "bias": jnp.float32(0.5)}}
 
 
-@functools.cache
-def parts_of(folder="reward_model"):
-  return runtime.Parts(Words(run_dir=folder, rows=16, row_tokens=48))
+@pytest.fixture(scope="module")
+def stage():
+  with stage_inputs(words(rows=16, row_tokens=48)) as stage:
+    yield stage
 
 
-def direct_value(parts, params, prompt, text):
+def direct_value(stage, params, prompt, text):
   """One text alone, without padding."""
-  tokens = [*parts.tokenizer.encode_prompt(prompt), *parts.tokenizer.encode(text), parts.tokenizer.stop_ids[0]]
+  tokenizer, policy = stage.encoder.tokenizer, dataclasses.replace(stage.learner.policy, mesh=None)
+  tokens = [*tokenizer.encode_prompt(prompt), *tokenizer.encode(text), tokenizer.stop_ids[0]]
   ids = jnp.asarray(tokens)[None]
-  hidden = parts.policy.hidden(params, ids, jnp.ones_like(ids), jnp.arange(len(tokens))[None])[0, -1]
+  hidden = policy.hidden(params, ids, jnp.ones_like(ids), jnp.arange(len(tokens))[None])[0, -1]
   return float(hidden @ params["value_head"]["kernel"] + params["value_head"]["bias"])
 
 
@@ -85,27 +80,25 @@ def rows(summary):
   return list(recording.read_metrics(summary.folder.metrics))
 
 
-def test_values_are_those_of_one_text_alone_whatever_stands_beside_it():
-  parts = parts_of()
-  params, rng = random_values(parts), np.random.default_rng(0)
+def test_values_are_those_of_one_text_alone_whatever_stands_beside_it(stage):
+  params, rng = random_values(stage), np.random.default_rng(0)
   prompt = Prompt(0, "aBCd:", None)
   texts = ["", "a", "BC", *("".join(rng.choice(list("abcdABCD"), n)) for n in rng.integers(0, 11, 40))]
   found = []
   for order in (np.arange(len(texts)), rng.permutation(len(texts))):
-    with runtime.make_scorer(parts, params, rows=4) as scorer:
+    with runtime.make_scorer(stage, params, rows=4) as scorer:
       futures = {int(i): scorer.submit(prompt, texts[i], STOP) for i in order}
       found.append([futures[i].result().value for i in range(len(texts))])
   assert found[0] == found[1]  # bit for bit
-  expected = [direct_value(parts, params, prompt.text, text) for text in texts[:8]]
+  expected = [direct_value(stage, params, prompt.text, text) for text in texts[:8]]
   np.testing.assert_allclose(found[0][:8], expected, atol=1e-5)
   assert len(set(found[0])) > 10
 
 
-def test_shapes_are_compiled_once():
-  parts = parts_of()
+def test_shapes_are_compiled_once(stage):
   compiled = []
   count = lambda name, *_, **__: compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
-  with runtime.make_scorer(parts, random_values(parts), rows=4) as scorer:
+  with runtime.make_scorer(stage, random_values(stage), rows=4) as scorer:
     assert len(scorer.lengths) == 4
     jax.monitoring.register_event_duration_secs_listener(count)
     futures = [scorer.submit(Prompt(0, "a" * n + ":", None), "b" * k, STOP) for n in range(1, 10) for k in range(11)]
@@ -113,10 +106,10 @@ def test_shapes_are_compiled_once():
   assert not compiled
 
 
-def test_a_missing_end_long_texts_and_failures():
-  parts, prompt = parts_of(), Prompt(3, "aBCd:", None)
-  params = random_values(parts)
-  with runtime.make_scorer(parts, params, missing_end=-7.0) as scorer:
+def test_a_missing_end_long_texts_and_failures(stage):
+  prompt = Prompt(3, "aBCd:", None)
+  params = random_values(stage)
+  with runtime.make_scorer(stage, params, missing_end=-7.0) as scorer:
     assert scorer.submit(prompt, "BC", LENGTH).result() == tasks.RewardResult(-7.0)
     cut = scorer.submit(prompt, "a" * 30, STOP).result()
     assert cut == scorer.submit(prompt, "a" * 11, STOP).result()
@@ -126,16 +119,16 @@ def test_a_missing_end_long_texts_and_failures():
   with pytest.raises(RuntimeError, match="closed"):
     scorer.submit(prompt, "BC", STOP)
   broken = params | {"value_head": params["value_head"] | {"bias": jnp.float32(jnp.nan)}}
-  with runtime.make_scorer(parts, broken) as scorer:
+  with runtime.make_scorer(stage, broken) as scorer:
     assert scorer.submit(prompt, "BC", STOP).result() == tasks.RewardResult(0.0, True, "non-finite reward nan")
     assert scorer.failures == {"non-finite": 1}
   with pytest.raises(ValueError, match="rows=0"):
-    runtime.make_scorer(parts, params, rows=0)
+    runtime.make_scorer(stage, params, rows=0)
 
 
-def test_an_error_of_the_model_reaches_everybody_who_waits(monkeypatch):
-  parts, prompt = parts_of(), Prompt(0, "aBCd:", None)
-  with runtime.make_scorer(parts, random_values(parts), rows=1) as scorer:
+def test_an_error_of_the_model_reaches_everybody_who_waits(stage, monkeypatch):
+  prompt = Prompt(0, "aBCd:", None)
+  with runtime.make_scorer(stage, random_values(stage), rows=1) as scorer:
     started, go_on = threading.Event(), threading.Event()
 
     def fails(*_):
@@ -154,15 +147,17 @@ def test_an_error_of_the_model_reaches_everybody_who_waits(monkeypatch):
       scorer.submit(prompt, "a", STOP)
 
 
-def test_gradient_is_that_of_the_pair_loss():
+def test_gradient_is_that_of_the_pair_loss(stage):
   """A step of gradient descent against the loss over pairs, each text alone in its row."""
-  parts, count = parts_of(), 8
-  model, params = models.RewardModel.of(parts.policy), random_values(parts)
-  pairs = parts.task.preferences("train")[:count]
-  learner = _reward_model._make_learner(parts, model, 1.0, count)
-  groups = [next(_reward_model._batches(parts, [pair], np.random.default_rng(0))) for pair in pairs]
+  count = 8
+  policy, params = dataclasses.replace(stage.learner.policy, mesh=None), random_values(stage)
+  pairs, tokenizer = stage.encoder.task.preferences("train")[:count], stage.encoder.tokenizer
+  learner = _reward_model.make_reward_learner(stage.learner, 1.0, count)
+  groups = [next(_reward_model.pair_groups(tokenizer, [pair], np.random.default_rng(0))) for pair in pairs]
   shape = dataclasses.replace(learner.shape, rows=4, row_tokens=24)
-  sgd = learning.Learner(model, optax.sgd(1.0), learner.objective, shape, parts.meshes.learner, score=learner._score)
+  sgd = learning.Learner(
+    learner.policy, optax.sgd(1.0), learner.objective, shape, stage.meshes.learner, score=learner._score
+  )
   batch = learning.pack(groups, shape)
   assert batch.used > 1
   state, _ = sgd.step(sgd.init(jax.random.key(0), params), sgd.put(batch))
@@ -174,7 +169,7 @@ def test_gradient_is_that_of_the_pair_loss():
 
   def loss(params):
     positions = jnp.broadcast_to(jnp.arange(24), ids.shape)
-    hidden = parts.policy.hidden(params, ids, jnp.ones_like(ids), positions)
+    hidden = policy.hidden(params, ids, jnp.ones_like(ids), positions)
     head = params["value_head"]
     values = hidden[jnp.arange(len(texts)), last] @ head["kernel"] + head["bias"]
     return -jnp.mean(jnp.log(jax.nn.sigmoid(values[::2] - values[1::2])))
@@ -184,36 +179,41 @@ def test_gradient_is_that_of_the_pair_loss():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
-def test_a_reward_model_learns_the_comparisons(tmp_path):
-  parts = parts_of()
-  params = runtime.train_reward_model(parts, None, steps=300, learning_rate=5e-3, pairs=32, check_every=300)
-  fingerprint = {"of": "test"}
-  stage = lambda make: runtime.restore_or_make(
-    tmp_path / "stage", runtime.abstract_reward_model(parts), fingerprint, make
-  )
-  stage(lambda: params)
-  restored = stage(lambda: pytest.fail("they are there"))
-  with runtime.make_scorer(parts, restored) as scorer:
-    assert runtime.pair_accuracy(scorer, parts.task.preferences("test")) > 0.8
-    values = np.array(_reward_model._values(scorer, parts.task.preferences("train")[:256]))
+def test_a_reward_model_learns_the_comparisons_and_is_kept(stage, tmp_path):
+  train = runtime.RewardModelStage(300, 5e-3, pairs=32, check_every=300)
+  keep = lambda make, options: runtime.KeptStage(make, str(tmp_path / "stage"), options, runtime.abstract_reward_model)
+  keep(train, {"steps": 300})(stage)
+  never = lambda stage: pytest.fail("they are there")
+  restored = keep(never, {"steps": 300})(stage)
+  task = stage.encoder.task
+  with runtime.make_scorer(stage, restored) as scorer:
+    assert runtime.pair_accuracy(scorer, task.preferences("test")) > 0.8
+    values = np.array(_reward_model.pair_values(scorer, task.preferences("train")[:256]))
   assert values[:, 0].mean() == pytest.approx(0.0, abs=1e-3)
   assert values.std() == pytest.approx(1.0, abs=1e-3)
-  fingerprint["of"] = "another"
-  with pytest.raises(recording.CheckpointError, match="of: 'test' -> 'another'"):
-    stage(lambda: params)
+  with pytest.raises(recording.CheckpointError, match="steps: 300 -> 301"):
+    keep(never, {"steps": 301})(stage)
+
+
+def test_a_stage_without_parameters_has_nothing_to_keep(stage, tmp_path):
+  with pytest.raises(ValueError, match="no parameters to keep"):
+    runtime.KeptStage(lambda stage: None, str(tmp_path / "stage"), {})(stage)
 
 
 def test_no_steps_and_pairs_that_do_not_fit_are_errors():
-  with pytest.raises(ValueError, match="steps must be at least 1, got steps=0"):
-    runtime.train_reward_model(parts_of(), None, steps=0, learning_rate=1e-3)
-  parts = runtime.Parts(Words(run_dir="reward_model", max_completion_tokens=1))
-  with pytest.raises(ValueError, match="None of 2048 pairs fits .*max_completion_tokens=1"):
-    runtime.train_reward_model(parts, {}, steps=1, learning_rate=1e-3)
+  with pytest.raises(ValueError, match="steps=0"):
+    runtime.RewardModelStage(steps=0, learning_rate=1e-3)
+  with pytest.raises(ValueError, match="learning_rate=nan"):
+    runtime.RewardModelStage(steps=1, learning_rate=float("nan"))
+  train = runtime.RewardModelStage(steps=1, learning_rate=1e-3)
+  with stage_inputs(words(max_completion_tokens=1)) as stage:
+    with pytest.raises(ValueError, match="None of 2048 pairs fits .*max_completion_tokens=1"):
+      train(stage)
 
 
 def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path):
-  make = lambda name: Words(
-    run_dir=str(tmp_path / name), lag="rounds", max_lag=3, checkpoint_every=2, steps=7, eval_prompts=8, eval_every=4
+  make = lambda name: words(
+    tmp_path / name, lag="rounds", max_lag=3, checkpoint_every=2, steps=7, eval_prompts=8, eval_every=4
   )
   whole = runtime.train(make("whole"))
   with killed_at(5):
@@ -235,26 +235,26 @@ def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path):
 
 
 def test_with_adapters_the_reference_is_kept_as_adapters_and_the_reward_model_has_none(tmp_path):
-  make = lambda name, steps: Words(run_dir=str(tmp_path / name), lora_rank=2, max_lag=0, steps=steps)
+  make = lambda name, steps: words(tmp_path / name, lora_rank=2, max_lag=0, steps=steps)
   whole = runtime.train(make("whole", 4))
   runtime.train(make("resumed", 2))
   resumed = runtime.train(make("resumed", 4))
   assert [r["kl/reference"] for r in rows(whole)] == [r["kl/reference"] for r in rows(resumed)]
   shutil.rmtree(resumed.folder.reference)
-  with pytest.raises(recording.CheckpointError, match="reference policy is missing: bring .*reference back"):
+  with pytest.raises(recording.CheckpointError, match="reference policy is missing: restore .*reference, or rerun"):
     runtime.train(make("resumed", 5))
   assert rows(whole)[-1]["kl/reference"] != pytest.approx(0.0, abs=1e-3)
   size = lambda folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
   assert size(whole.folder.reference) < size(whole.folder.path / "base")
-  parts = runtime.Parts(make("whole", 4))
-  start = parts.learner.init(jax.random.key(0)).params
-  params = runtime.train_reward_model(parts, start, steps=1, learning_rate=1e-3, pairs=4, check_pairs=4)
-  assert jax.tree.structure(params) == jax.tree.structure(runtime.abstract_reward_model(parts))
+  start = lambda stage: stage.learner.init(jax.random.key(0)).params
+  with stage_inputs(make("whole", 4)) as stage:
+    params = runtime.RewardModelStage(1, 1e-3, start=start, pairs=4, check_pairs=4)(stage)
+    assert jax.tree.structure(params) == jax.tree.structure(runtime.abstract_reward_model(stage))
   assert "adapters" not in params
 
 
 def test_an_asynchronous_run_is_rewarded_by_a_model(tmp_path):
-  summary = runtime.train(Words(run_dir=str(tmp_path), mode="async", steps=6))
+  summary = runtime.train(words(tmp_path, mode="async", steps=6))
   found = [row for row in rows(summary) if "reward/mean" in row]
   assert [row["step"] for row in found] == list(range(1, 7))
   assert all(row["reward/failures"] == 0 for row in found)

@@ -14,8 +14,10 @@ from runtime_helpers import assert_identical
 from runtime_helpers import killed_at
 from runtime_helpers import rows
 from runtime_helpers import run
+from runtime_helpers import with_options
 from tiny import DigitSums
-from tiny import Tiny
+from tiny import sums
+from tiny import tiny
 
 from async_rl import models
 from async_rl import recording
@@ -27,8 +29,8 @@ from async_rl.runtime import _session
 
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   shared = dict(generation_devices=0, max_lag=0, steps=4)
-  _, simulated, _ = run(Tiny(run_dir=str(tmp_path / "simulated"), **shared))
-  summary, sync, host = run(Tiny(run_dir=str(tmp_path / "sync"), mode="sync", **shared))
+  _, simulated, _ = run(tiny(run_dir=str(tmp_path / "simulated"), **shared))
+  summary, sync, host = run(tiny(run_dir=str(tmp_path / "sync"), mode="sync", **shared))
   assert_identical(simulated, sync)
   assert summary.version == 4
   assert host["ledger"]["ended"]["trained"] == host["ledger"]["generated"] > 0
@@ -36,24 +38,17 @@ def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   assert all(r["logprob_difference/lag_zero"] < 1e-5 for r in rows(summary))
 
 
-@dataclasses.dataclass(frozen=True)
-class Leading(Tiny):
-  """The weights that draw are ahead of those that train."""
-
-  def optimizer(self):
-    return stabilizers.lead_by_momentum(optax.adam(self.learning_rate, b1=0.9), lag=2)
-
-
 def test_samplers_draw_with_leading_weights_and_record_their_logprobs(tmp_path):
   shared = dict(generation_devices=0, max_lag=0, steps=3, mode="sync")
-  first, *later = rows(runtime.train(Leading(run_dir=str(tmp_path / "run"), **shared)))
+  optimizer = stabilizers.lead_by_momentum(optax.adam(1e-2, b1=0.9), lag=2)
+  first, *later = rows(runtime.train(tiny(run_dir=str(tmp_path / "run"), optimizer=optimizer, **shared)))
   assert first["logprob_difference/lag_zero"] < 1e-5  # no step has been taken yet
   assert min(r["logprob_difference/lag_zero"] for r in later) > 1e-3
 
 
 @pytest.mark.parametrize("lag", ["fixed", "heavy"])
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
-  make = lambda name, **options: Tiny(run_dir=str(tmp_path / name), lag=lag, max_lag=3, checkpoint_every=2, **options)
+  make = lambda name, **options: tiny(run_dir=str(tmp_path / name), lag=lag, max_lag=3, checkpoint_every=2, **options)
   summary, whole, host = run(make("whole"))
   assert rows(summary)[-1]["staleness/max"] == (3 if lag == "fixed" else rows(summary)[-1]["staleness/max"])
   with killed_at(5):
@@ -66,7 +61,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
 
 @pytest.mark.parametrize("lag", ["fixed", "heavy"])
 def test_a_signal_in_a_simulated_run_changes_nothing(tmp_path, monkeypatch, lag):
-  make = lambda name: Tiny(run_dir=str(tmp_path / name), lag=lag)
+  make = lambda name: tiny(run_dir=str(tmp_path / name), lag=lag)
   _, whole, host = run(make("whole"))
   take = _session.Session.take_batch
 
@@ -86,7 +81,7 @@ def test_a_signal_in_a_simulated_run_changes_nothing(tmp_path, monkeypatch, lag)
 
 def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
   options = dict(steps=8, max_lag=2, decode_chunk=2)
-  summary, state, host = run(Tiny(run_dir=str(tmp_path / "async"), mode="async", **options))
+  summary, state, host = run(tiny(run_dir=str(tmp_path / "async"), mode="async", **options))
   assert max(r["staleness/max"] for r in rows(summary)) <= 2
   assert host["ledger"]["ended"]["stale"] == 0
   assert host["ledger"]["ended"]["trained"] == sum(r["tokens/trained"] for r in rows(summary))
@@ -95,21 +90,21 @@ def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
   lines = summary.folder.schedule.read_text().splitlines(keepends=True)
   twice = tmp_path / "twice.jsonl"  # a run that was resumed with nothing in flight takes the same weights once more
   twice.write_text("".join(line * 2 if "weights" in line else line for line in lines))
-  _, replayed, _ = run(Tiny(run_dir=str(tmp_path / "replay"), lag=str(twice), **options))
+  _, replayed, _ = run(tiny(run_dir=str(tmp_path / "replay"), lag=str(twice), **options))
   assert_identical(state.params, replayed.params)
   part = tmp_path / "part.jsonl"
   part.write_text("".join(lines[: next(i for i, line in enumerate(lines) if "train" in line) + 1]))
-  stopped = Tiny(run_dir=str(tmp_path / "part"), lag=str(part), **options)
+  stopped = tiny(run_dir=str(tmp_path / "part"), lag=str(part), **options)
   assert runtime.train(stopped).ended_early
   with pytest.raises(ValueError, match="part of a replay, which cannot be resumed"):
     runtime.train(stopped)
   part.write_text('["resume"]\n')
   with pytest.raises(ValueError, match="resumed with samples in flight"):
-    runtime.train(dataclasses.replace(stopped, overwrite=True))
+    runtime.train(with_options(stopped, overwrite=True))
 
 
 def test_async_resumes_with_everything_in_flight(tmp_path):
-  make = lambda steps: Tiny(run_dir=str(tmp_path), mode="async", steps=steps, max_lag=2, decode_chunk=2)
+  make = lambda steps: tiny(run_dir=str(tmp_path), mode="async", steps=steps, max_lag=2, decode_chunk=2)
   _, _, first = run(make(4))
   summary, _, _ = run(make(8))
   assert summary.version == 8
@@ -119,16 +114,16 @@ def test_async_resumes_with_everything_in_flight(tmp_path):
   assert max(r["staleness/max"] for r in rows(summary)) <= 2
 
 
+def tiny_with(task, folder, **options):
+  """The experiment with sums of another class."""
+  experiment = tiny(run_dir=str(folder), **options)
+  return dataclasses.replace(experiment, task=sums(experiment.options, task))
+
+
 @dataclasses.dataclass(frozen=True)
 class Broken(DigitSums):
   def reward(self, prompt, text, finish):
     raise ZeroDivisionError
-
-
-@dataclasses.dataclass(frozen=True)
-class BrokenTiny(Tiny):
-  def task(self):
-    return Broken(numbers=2, train=self.train_prompts, test=8, data_dir=super().task().data_dir)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,15 +134,9 @@ class Flaky(DigitSums):
     return super().reward(prompt, text, finish)
 
 
-@dataclasses.dataclass(frozen=True)
-class FlakyTiny(Tiny):
-  def task(self):
-    return Flaky(numbers=2, train=64, test=8, data_dir=super().task().data_dir)
-
-
 @pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
 def test_a_group_whose_rewards_fail_is_replaced(tmp_path, mode):
-  summary, _, host = run(FlakyTiny(run_dir=str(tmp_path), mode=mode, lag="heavy"))
+  summary, _, host = run(tiny_with(Flaky, tmp_path, mode=mode, lag="heavy"))
   assert summary.version == 6
   assert host["ledger"]["ended"]["failed/reward"] > 0
   assert all(r["staleness/max"] <= 2 for r in rows(summary))
@@ -163,22 +152,16 @@ class Halved(DigitSums):
     return super().reward(prompt, text, finish)
 
 
-@dataclasses.dataclass(frozen=True)
-class HalvedTiny(Tiny):
-  def task(self):
-    return Halved(numbers=2, train=10, test=8, data_dir=super().task().data_dir)
-
-
 @pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
 def test_failed_groups_at_the_end_of_the_data_cost_no_mode_a_step(tmp_path, mode):
-  summary = runtime.train(HalvedTiny(run_dir=str(tmp_path), mode=mode, steps=100, epochs=2))
+  summary = runtime.train(tiny_with(Halved, tmp_path, mode=mode, steps=100, epochs=2, train_prompts=10))
   assert summary.ended_early
   assert summary.version == 2  # 10 of 20 groups succeed, 4 are a step
   assert all(r["staleness/max"] <= 2 for r in rows(summary))
 
 
 def test_data_that_give_no_step_end_the_run_with_a_report_that_says_so(tmp_path):
-  summary = runtime.train(BrokenTiny(run_dir=str(tmp_path), steps=100, epochs=1, train_prompts=8))
+  summary = runtime.train(tiny_with(Broken, tmp_path, steps=100, epochs=1, train_prompts=8))
   assert summary.ended_early
   assert summary.version == 0
   assert summary.folder.report.exists()
@@ -194,14 +177,8 @@ class Picky(DigitSums):
     return super().reward(prompt, text, finish)
 
 
-@dataclasses.dataclass(frozen=True)
-class PickyTiny(Tiny):
-  def task(self):
-    return Picky(numbers=2, train=64, test=8, data_dir=super().task().data_dir)
-
-
 def test_samples_whose_rewards_fail_are_not_trained_and_told_once(tmp_path, capfd):
-  summary, _, host = run(PickyTiny(run_dir=str(tmp_path), samples=4))
+  summary, _, host = run(tiny_with(Picky, tmp_path, samples=4))
   ended = host["ledger"]["ended"]
   assert ended["masked/failed"] > 0
   assert ended["trained"] > 0
@@ -210,26 +187,23 @@ def test_samples_whose_rewards_fail_are_not_trained_and_told_once(tmp_path, capf
   assert capfd.readouterr().err.count("failed reward: raised ZeroDivisionError: odd length") == 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Warmed(Tiny):
-  """Its start uses the sampler for weights that are not those it returns."""
-
-  def start(self, parts):
-    first, other = (parts.learner.init(jax.random.key(seed)).params for seed in (0, 1))
-    parts.engine.set_weights(jax.tree.map(lambda x: 10 * x, other), 0)
-    return first
+def start_with_other_weights(stage):
+  """Uses the sampler for weights that are not those it returns."""
+  first, other = (stage.learner.init(jax.random.key(seed)).params for seed in (0, 1))
+  stage.sampler.set_weights(jax.tree.map(lambda x: 10 * x, other), 0)
+  return first
 
 
 @pytest.mark.parametrize("mode", ["async", "simulated"])
 def test_the_first_samples_are_of_the_weights_that_start_returns(tmp_path, mode):
-  summary = runtime.train(Warmed(run_dir=str(tmp_path), mode=mode, steps=1))
+  summary = runtime.train(tiny(run_dir=str(tmp_path), mode=mode, steps=1, start=start_with_other_weights))
   assert rows(summary)[0]["logprob_difference/lag_zero"] < 1e-5
 
 
 def test_supervised_training_without_solutions_that_fit_is_an_error(tmp_path):
-  parts = runtime.Parts(Tiny(run_dir=str(tmp_path), max_completion_tokens=3))
+  start = runtime.SupervisedStage(steps=1, learning_rate=1e-3)
   with pytest.raises(ValueError, match="max_completion_tokens=3"):
-    runtime.train_supervised(parts, steps=1, learning_rate=1e-3)
+    runtime.train(tiny(run_dir=str(tmp_path), max_completion_tokens=3, start=start))
 
 
 @pytest.mark.parametrize("mode", ["async", "simulated"])
@@ -239,7 +213,7 @@ def test_an_error_of_the_sampler_ends_the_run_with_its_cause(tmp_path, monkeypat
 
   monkeypatch.setattr(rollout.Conversations, "process_completion", fails)
   with pytest.raises(MemoryError, match="in the sampler"):
-    runtime.train(Tiny(run_dir=str(tmp_path), mode=mode))
+    runtime.train(tiny(run_dir=str(tmp_path), mode=mode))
   assert not any(t.name == "actor" and t.is_alive() for t in threading.enumerate())
 
 
@@ -259,29 +233,29 @@ def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeyp
   monkeypatch.setattr(rollout.Conversations, "process_completion", fails)
   monkeypatch.setattr(_session.Session, "step", after)
   with pytest.raises(MemoryError, match="in the sampler"):
-    runtime.train(Tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))
+    runtime.train(tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))
 
 
 def test_evaluations_are_not_idle_time(tmp_path, monkeypatch):
   def slow(*args, **options):
     time.sleep(1.5)
-    return {"accuracy": 0.0}
+    return {"accuracy": 0.0}, []
 
   monkeypatch.setattr(_session, "evaluate", slow)
   options = dict(mode="sync", generation_devices=0, steps=4, eval_prompts=1, eval_every=1)
-  found = rows(runtime.train(Tiny(run_dir=str(tmp_path / "run"), **options)))
+  found = rows(runtime.train(tiny(run_dir=str(tmp_path / "run"), **options)))
   assert min(r["idle/learner"] * r["time/step"] for r in found[1:]) < 1.0
   assert min(r["time/step"] for r in found[1:]) > 1.5
 
 
 def test_a_task_whose_rewards_all_fail_ends_the_run(tmp_path):
   with pytest.raises(RuntimeError, match="rewards of .* groups in a row failed"):
-    runtime.train(BrokenTiny(run_dir=str(tmp_path), mode="async"))
+    runtime.train(tiny_with(Broken, tmp_path, mode="async"))
 
 
 @pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
 def test_the_end_of_the_data_ends_the_run(tmp_path, mode):
-  summary = runtime.train(Tiny(run_dir=str(tmp_path), mode=mode, steps=100, epochs=1, train_prompts=18, max_lag=1))
+  summary = runtime.train(tiny(run_dir=str(tmp_path), mode=mode, steps=100, epochs=1, train_prompts=18, max_lag=1))
   assert summary.ended_early
   assert summary.version == 18 // 4
 
@@ -301,7 +275,7 @@ def test_no_recompilation_after_the_first_steps(tmp_path, mode):
   jax.monitoring.register_event_duration_secs_listener(count)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(_session.Session, "step", watched)
-    runtime.train(Tiny(run_dir=str(tmp_path), mode=mode, steps=12, checkpoint_every=5))
+    runtime.train(tiny(run_dir=str(tmp_path), mode=mode, steps=12, checkpoint_every=5))
   assert at[2] > 0
   assert at[12] == at[2]
 
@@ -317,7 +291,7 @@ def test_memory_stays_flat_over_300_steps(tmp_path):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(_session.Session, "step", watched)
-    runtime.train(Tiny(run_dir=str(tmp_path), mode="async", steps=360, decode_chunk=16))
+    runtime.train(tiny(run_dir=str(tmp_path), mode="async", steps=360, decode_chunk=16))
   assert used[360] - used[60] < 30, {step: round(used[step]) for step in range(60, 361, 60)}
 
 
@@ -333,65 +307,45 @@ def test_memory_stays_flat_over_300_steps(tmp_path):
 )
 def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, message):
   with pytest.raises(ValueError, match=message):
-    runtime.train(Tiny(run_dir=str(tmp_path), **options))
-
-
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    (dict(steps=0), "steps=0"),
-    (dict(max_lag=-1), "max_lag=-1"),
-    (dict(temperature=0), "temperature=0"),
-    (dict(epochs=0), "epochs=0"),
-    (dict(slots=1), "slots must be at least group_size"),
-    (dict(row_tokens=16), "row_tokens=16"),
-    (dict(keep=0), "keep=0"),
-    (dict(mode="simulate"), "mode='simulate'"),
-    (dict(lag="hevy"), "lag='hevy'"),
-  ],
-)
-def test_options_are_checked_before_anything_happens(options, message):
-  with pytest.raises(ValueError, match=message):
-    Tiny(**options)
+    runtime.train(tiny(run_dir=str(tmp_path), **options))
 
 
 def test_a_folder_of_another_run_is_left_alone(tmp_path):
-  runtime.train(Tiny(run_dir=str(tmp_path), steps=1))
+  runtime.train(tiny(run_dir=str(tmp_path), steps=1))
   before = (tmp_path / "metrics.jsonl").read_text()
   with pytest.raises(recording.RunFolderError, match="learning_rate: 0.01 -> 0.5.*--overwrite"):
-    runtime.train(Tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5))
+    runtime.train(tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5))
   assert (tmp_path / "metrics.jsonl").read_text() == before
-  assert runtime.train(Tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5, overwrite=True)).version == 1
+  assert runtime.train(tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5, overwrite=True)).version == 1
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path, monkeypatch):
-  runtime.train(Tiny(run_dir=str(tmp_path), steps=1))
-  wide = dataclasses.replace(Tiny().policy().config, d_ff=64)
-  monkeypatch.setattr(Tiny, "policy", lambda self: models.Policy(wide, dtype="float32"))
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+  runtime.train(tiny(run_dir=str(tmp_path), steps=1))
+  wide = dataclasses.replace(tiny().policy.config, d_ff=64)
   with pytest.raises(recording.CheckpointError, match="another model .*d_ff: 32 -> 64"):
-    runtime.train(Tiny(run_dir=str(tmp_path), steps=2))
+    runtime.train(tiny(run_dir=str(tmp_path), steps=2, policy=models.Policy(wide, dtype="float32")))
 
 
 @pytest.mark.filterwarnings("ignore")  # JAX's compilation cache meets the same limit
 def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path):
   """The limit on the size of files stands in for a full disk: the same system calls fail."""
-  experiment = Tiny(run_dir=str(tmp_path), checkpoint_every=2, steps=4)
+  experiment = tiny(run_dir=str(tmp_path), checkpoint_every=2, steps=4)
   runtime.train(experiment)
   size = (tmp_path / "metrics.jsonl").stat().st_size
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
   try:
     with pytest.raises((OSError, recording.CheckpointError), match="(?i)too large|space"):
-      runtime.train(dataclasses.replace(experiment, steps=8))
+      runtime.train(with_options(experiment, steps=8))
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  summary = runtime.train(dataclasses.replace(experiment, steps=8))
+  summary = runtime.train(with_options(experiment, steps=8))
   assert [r["step"] for r in rows(summary)] == list(range(1, 9))
 
 
 def test_a_run_resumes_on_other_devices(tmp_path):
   """Half of the devices learn, then all of them, with split parameters: the same updates but for rounding."""
-  make = lambda name, **options: Tiny(run_dir=str(tmp_path / name), max_lag=0, learning_rate=1e-3, **options)
+  make = lambda name, **options: tiny(run_dir=str(tmp_path / name), max_lag=0, learning_rate=1e-3, **options)
   _, whole, _ = run(make("whole", steps=4))
   runtime.train(make("moved", steps=2))
   summary, moved, _ = run(make("moved", steps=4, generation_devices=0, fsdp=2))

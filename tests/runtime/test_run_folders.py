@@ -1,6 +1,5 @@
 """Runs whose folder was damaged, or whose process died at a bad moment: nothing is lost, nothing is there twice."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from runtime_helpers import assert_identical
 from runtime_helpers import killed_at
 from runtime_helpers import rows
 from runtime_helpers import run
-from tiny import Tiny
+from runtime_helpers import with_options
+from tiny import tiny
 
 from async_rl import recording
 from async_rl import runtime
@@ -41,7 +41,7 @@ def steps_and_kinds(folder):
 
 
 def test_a_run_killed_after_an_evaluation_has_no_row_twice(tmp_path, monkeypatch):
-  make = lambda name: Tiny(run_dir=str(tmp_path / name), steps=3, eval_every=2, eval_prompts=4)
+  make = lambda name: tiny(run_dir=str(tmp_path / name), steps=3, eval_every=2, eval_prompts=4)
   summary = runtime.train(make("whole"))
 
   def dies(self):
@@ -60,7 +60,7 @@ def test_a_run_killed_after_an_evaluation_has_no_row_twice(tmp_path, monkeypatch
 
 
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, capfd):
-  make = lambda name: Tiny(run_dir=str(tmp_path / name), steps=6, checkpoint_every=2)
+  make = lambda name: tiny(run_dir=str(tmp_path / name), steps=6, checkpoint_every=2)
   _, whole, _ = run(make("whole"))
   with killed_at(5):
     runtime.train(make("damaged"))
@@ -74,7 +74,7 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(t
 
 
 def test_a_damaged_line_of_metrics_is_named_and_the_run_resumes(tmp_path, capfd):
-  make = lambda steps: Tiny(run_dir=str(tmp_path), steps=steps)
+  make = lambda steps: tiny(run_dir=str(tmp_path), steps=steps)
   runtime.train(make(4))
   lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
   lines[1] = lines[1][:30]
@@ -85,11 +85,11 @@ def test_a_damaged_line_of_metrics_is_named_and_the_run_resumes(tmp_path, capfd)
 
 
 def test_a_run_in_a_folder_that_is_in_use_is_refused(tmp_path):
-  first = Tiny(run_dir=str(tmp_path / "run"), steps=1)
-  with recording.RunFolder.open(first.run_dir, "in use", first.fingerprint()):
+  first = tiny(run_dir=str(tmp_path / "run"), steps=1)
+  with recording.RunFolder.open(tmp_path / "run", "in use", first.fingerprint()):
     for overwrite in (False, True):
       with pytest.raises(recording.RunFolderError, match=f"in use by process {os.getpid()}"):
-        runtime.train(dataclasses.replace(first, overwrite=overwrite))
+        runtime.train(with_options(first, overwrite=overwrite))
     assert (tmp_path / "run" / "config.txt").read_text() == "in use"
   assert runtime.train(first).version == 1
 
@@ -98,29 +98,29 @@ def test_wandb_without_its_package_is_refused_before_anything_is_made(tmp_path, 
   monkeypatch.setattr(sys, "path", [])
   monkeypatch.delitem(sys.modules, "wandb", raising=False)
   with pytest.raises(ImportError, match="wandb is not installed"):
-    runtime.train(Tiny(run_dir=str(tmp_path / "run"), wandb=True))
+    runtime.train(tiny(run_dir=str(tmp_path / "run"), wandb=True))
   assert not (tmp_path / "run").exists()
 
 
 PROGRAM = """
 import sys
 from async_rl import runtime
-from tiny import Tiny
+from tiny import tiny
 
-runtime.train(Tiny(run_dir=sys.argv[1], **eval(sys.argv[2])))
+runtime.train(tiny(run_dir=sys.argv[1], **eval(sys.argv[2])))
 """
 
 
 def test_a_process_that_was_killed_resumes_as_if_undisturbed(tmp_path):
   """SIGKILL once the second step is written; the outcome must not depend on what else was done by then."""
   options = dict(steps=4, checkpoint_every=1, eval_prompts=2)
-  summary = runtime.train(Tiny(run_dir=str(tmp_path / "whole"), **options))
+  summary = runtime.train(tiny(run_dir=str(tmp_path / "whole"), **options))
   killed = tmp_path / "killed"
   command = [sys.executable, "-c", PROGRAM, str(killed), repr(options)]
   with subprocess.Popen(command, env=process_environment()) as process:
     while process.poll() is None and (not (killed / "metrics.jsonl").exists() or len(all_rows(killed)) < 3):
       time.sleep(0.05)
     process.kill()
-  resumed = runtime.train(Tiny(run_dir=str(killed), **options))
+  resumed = runtime.train(tiny(run_dir=str(killed), **options))
   assert steps_and_kinds(killed) == steps_and_kinds(tmp_path / "whole")
   assert [r["reward/mean"] for r in rows(resumed)] == [r["reward/mean"] for r in rows(summary)]

@@ -1,15 +1,13 @@
 """SIGTERM and Ctrl-C: answered at once, obeyed between two chunks of work, saved, and resumed by the same command."""
 
-import dataclasses
 import os
-import pathlib
 import signal
 
 import pytest
 from runtime_helpers import assert_identical
 from runtime_helpers import rows
 from runtime_helpers import run
-from tiny import Tiny
+from tiny import tiny
 
 from async_rl import recording
 from async_rl import rollout
@@ -60,7 +58,7 @@ def send_in(patch, owner, name, number, when):
 
 @pytest.mark.parametrize(("mode", "number", "status"), [("simulated", *SIGNALS[0]), ("sync", *SIGNALS[1])])
 def test_a_signal_while_groups_are_sampled_stops_between_two_chunks(tmp_path, monkeypatch, mode, number, status):
-  make = lambda name: Tiny(run_dir=str(tmp_path / name), mode=mode, decode_chunk=2, steps=4)
+  make = lambda name: tiny(run_dir=str(tmp_path / name), mode=mode, decode_chunk=2, steps=4)
   _, whole, host = run(make("whole"))
   chunks = []
   with monkeypatch.context() as patch:
@@ -79,7 +77,7 @@ def test_a_signal_while_groups_are_sampled_stops_between_two_chunks(tmp_path, mo
 
 
 def test_a_signal_in_an_asynchronous_run_keeps_what_is_in_flight(tmp_path, monkeypatch):
-  experiment = Tiny(run_dir=str(tmp_path), mode="async", decode_chunk=2, steps=4)
+  experiment = tiny(run_dir=str(tmp_path), mode="async", decode_chunk=2, steps=4)
   with monkeypatch.context() as patch:
     send_in(patch, _session.Session, "step", signal.SIGTERM, lambda session, _: session.version == 1)
     with pytest.raises(runtime.Interrupted, match="after step 2"):
@@ -92,7 +90,7 @@ def test_a_signal_in_an_asynchronous_run_keeps_what_is_in_flight(tmp_path, monke
 
 def test_a_signal_in_an_evaluation_stops_between_two_chunks_and_evaluates_again(tmp_path, monkeypatch):
   options = dict(steps=4, decode_chunk=2, eval_prompts=4, eval_every=2)
-  make = lambda name: Tiny(run_dir=str(tmp_path / name), **options)
+  make = lambda name: tiny(run_dir=str(tmp_path / name), **options)
   whole = runtime.train(make("whole"))
   chunks = []
   with monkeypatch.context() as patch:
@@ -108,20 +106,15 @@ def test_a_signal_in_an_evaluation_stops_between_two_chunks_and_evaluates_again(
   assert [r["step"] for r in evaluated(resumed)] == [0, 2, 4]
 
 
-@dataclasses.dataclass(frozen=True)
-class Stopped(Tiny):
-  """A signal arrives in its warm start, the first time."""
+def test_a_signal_in_a_warm_start_ends_it_and_the_same_command_starts_again(tmp_path):
+  mark = tmp_path / "started"
 
-  def start(self, parts):
-    mark = pathlib.Path(self.run_dir, "started")
+  def start(stage):
     if not mark.exists():
       mark.touch()
       os.kill(os.getpid(), signal.SIGTERM)
-    return None
 
-
-def test_a_signal_in_a_warm_start_ends_it_and_the_same_command_starts_again(tmp_path):
-  experiment = Stopped(run_dir=str(tmp_path / "run"), steps=1)
+  experiment = tiny(run_dir=str(tmp_path / "run"), steps=1, start=start)
   with pytest.raises(runtime.Interrupted, match="stopped by SIGTERM while starting; rerun") as stopped:
     runtime.train(experiment)
   assert stopped.value.status == 143

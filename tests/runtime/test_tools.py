@@ -1,8 +1,9 @@
 """Runs of a task with a tool: whole ones, repeated ones, and ones whose tool misbehaves."""
 
 import dataclasses
-import pathlib
+import itertools
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,13 +12,15 @@ import runtime_helpers
 from runtime_helpers import assert_identical
 from runtime_helpers import killed_at
 from talking import Talking
-from tiny import Tiny
+from tiny import sums
+from tiny import tiny
 
 from async_rl import learning
 from async_rl import models
 from async_rl import recording
 from async_rl import rollout
 from async_rl import runtime
+from async_rl import sampling
 from async_rl import tasks
 from async_rl.runtime import _supervised
 from async_rl.types import FAILED
@@ -28,21 +31,10 @@ from async_rl.types import Prompt
 from experiments import evaluate
 
 
-@dataclasses.dataclass(frozen=True)
-class Talk(Tiny):
+def talk(folder, misbehaves=(), **options):
   """Conversations of up to three turns; a random policy ends most of its turns early."""
-
-  max_completion_tokens: int = 28
-  max_turns: int = 3
-  slow: tuple[int, ...] = ()
-  hangs: tuple[int, ...] = ()
-  raises: tuple[int, ...] = ()
-  says: str | None = None
-
-  def task(self):
-    folder = pathlib.Path(self.run_dir).parent / "data"
-    options = dict(slow=self.slow, hangs=self.hangs, raises=self.raises, says=self.says)
-    return Talking(numbers=2, train=self.train_prompts, test=8, data_dir=str(folder), **options)
+  experiment = tiny(run_dir=str(folder), max_completion_tokens=28, max_turns=3, **options)
+  return dataclasses.replace(experiment, task=sums(experiment.options, Talking, **dict(misbehaves)))
 
 
 def run(experiment):
@@ -51,39 +43,51 @@ def run(experiment):
   return runtime_helpers.rows(summary), *runtime_helpers.params_of(summary, experiment)
 
 
+class Parts(NamedTuple):
+  """What the tests of conversations share."""
+
+  task: Talking
+  tokenizer: models.Tokenizer
+  encoder: rollout.PromptEncoder
+  prompts: rollout.PromptStream
+  learner: learning.Learner
+  sampler: sampling.Sampler
+
+
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
   """Parts with a sampler of random weights; every test leaves it idle."""
-  parts = runtime.Parts(Talk(run_dir=str(tmp_path_factory.mktemp("tools") / "run")))
-  parts.engine.set_weights(parts.learner.init(jax.random.key(0)).params, 0)
-  return parts
+  experiment = talk(tmp_path_factory.mktemp("tools") / "run")
+  with runtime_helpers.stage_inputs(experiment) as stage:
+    stage.sampler.set_weights(stage.learner.init(jax.random.key(0)).params, 0)
+    prompts = rollout.PromptStream(stage.encoder, stage.prompts, seed=0)
+    return Parts(experiment.task, experiment.tokenizer, stage.encoder, prompts, stage.learner, stage.sampler)
 
 
 def complete(parts, count=8, **options):
   """Groups of two samples, with a tool in this process."""
   with tasks.RewardPool(dataclasses.replace(parts.task, **options), workers=0, failure_value=-1.0) as pool:
-    return runtime.complete(parts.engine, parts.encoder, [parts.prompts.request(t) for t in range(count)], 2, pool)
+    return runtime.complete(parts.sampler, parts.encoder, [parts.prompts.request(t) for t in range(count)], 2, pool)
 
 
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   shared = dict(generation_devices=0, max_lag=0, steps=4, eval_prompts=4)
-  experiment = Talk(run_dir=str(tmp_path / "simulated"), reward_workers=1, **shared)
+  experiment = talk(tmp_path / "simulated", reward_workers=1, **shared)
   rows, simulated, host = run(experiment)
-  assert_identical(simulated, run(Talk(run_dir=str(tmp_path / "sync"), mode="sync", **shared))[1])
+  assert_identical(simulated, run(talk(tmp_path / "sync", mode="sync", **shared))[1])
   assert host["ledger"]["ended"]["trained"] == host["ledger"]["generated"] > 0
   assert host["ledger"]["generated"] == sum(r["tokens/trained"] for r in rows)
   assert all(r["logprob_difference/lag_zero"] < 1e-5 for r in rows)
   assert all(1 < r["tools/turns"] < 3 for r in rows)
   assert all(r["tools/calls"] == 8 * (r["tools/turns"] - 1) for r in rows)
   assert rows[-1]["tools/failures"] == 0
-  parts = runtime.Parts(experiment)
   last = list(recording.read_metrics(tmp_path / "simulated" / "metrics.jsonl"))[-1]
-  rewards = evaluate.score(parts, simulated.params, parts.held_out, samples=1, temperature=0.0)
+  rewards = evaluate.score(experiment, simulated.params, experiment.task.prompts("test")[:4], 1, temperature=0.0)
   np.testing.assert_allclose(rewards.mean(), last["eval/accuracy"], rtol=1e-6)
 
 
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
-  make = lambda name: Talk(run_dir=str(tmp_path / name), lag="heavy", max_lag=3, checkpoint_every=2)
+  make = lambda name: talk(tmp_path / name, lag="heavy", max_lag=3, checkpoint_every=2)
   rows, whole, host = run(make("whole"))
   with killed_at(5):
     runtime.train(make("killed"))
@@ -95,12 +99,12 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
 
 def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
   options = dict(steps=8, max_lag=2, decode_chunk=2)
-  rows, state, host = run(Talk(run_dir=str(tmp_path / "async"), mode="async", reward_workers=1, **options))
+  rows, state, host = run(talk(tmp_path / "async", mode="async", reward_workers=1, **options))
   assert max(r["staleness/max"] for r in rows) <= 2
   assert host["ledger"]["ended"]["trained"] == sum(r["tokens/trained"] for r in rows)
   schedule = str(tmp_path / "async" / "schedule.jsonl")
   assert sum(event[0] == "answer" for event in rollout.read_schedule(schedule)) > 8
-  _, replayed, _ = run(Talk(run_dir=str(tmp_path / "replay"), lag=schedule, **options))
+  _, replayed, _ = run(talk(tmp_path / "replay", lag=schedule, **options))
   assert_identical(state.params, replayed.params)
 
 
@@ -112,15 +116,15 @@ def recorder(tmp_path):
 
 
 def actor_of(parts, pool, recorder):
-  buffer = rollout.RolloutBuffer(parts.experiment.groups, max_lag=2)
-  conversations = rollout.Conversations(parts.engine, parts.encoder, pool, parts.experiment.samples)
-  return rollout.Actor(parts.engine, conversations, parts.prompts, buffer, rollout.Ledger(), recorder), buffer
+  buffer = rollout.RolloutBuffer(4, max_lag=2)
+  conversations = rollout.Conversations(parts.sampler, parts.encoder, pool, samples=2)
+  return rollout.Actor(parts.sampler, conversations, parts.prompts, buffer, rollout.Ledger(), recorder), buffer
 
 
 def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
   slow = dataclasses.replace(parts.task, slow=tuple(range(8)))
   with tasks.RewardPool(slow, workers=2) as pool, tasks.RewardPool(parts.task, workers=0) as quick:
-    (actor, buffer), before = actor_of(parts, pool, recorder), parts.engine.counters.tokens
+    (actor, buffer), before = actor_of(parts, pool, recorder), parts.sampler.counters.tokens
     for _ in range(4):
       actor.submit(buffer.try_submit(0))
     asked = lambda: [answer for group in actor.conversations._open.values() for answer in group.answers.values()]
@@ -131,7 +135,7 @@ def test_a_checkpoint_holds_samples_that_wait_for_their_tool(parts, recorder):
     while not asked():
       actor.decode_chunk()
     state, groups, held = actor.state(), buffer.state(), actor.held_tokens()
-    assert held + sum(map(rollout.drawn_tokens, buffer.groups())) == parts.engine.counters.tokens - before
+    assert held + sum(map(rollout.drawn_tokens, buffer.groups())) == parts.sampler.counters.tokens - before
     assert not any(answer.done() for answer in asked())
     with pytest.raises(ValueError, match="Sample 5 of group 0 has not called the tool"):
       actor.resume_answered(only=(0, 5))
@@ -168,13 +172,13 @@ def test_others_go_on_while_a_tool_hangs(parts, recorder):
         time.sleep(0.01)
     assert buffer.counts()["complete"] >= 8 - kinds.count(kinds[0])
     assert 0 not in {g.request.ticket for g in buffer.groups()}
-    assert parts.engine.idle
+    assert parts.sampler.idle
 
 
 @pytest.mark.parametrize("mode", ["async", "simulated"])
 def test_a_tool_that_hangs_or_raises_does_not_stop_the_run(tmp_path, mode):
-  options = dict(hangs=(0,), raises=(1, 2, 3), reward_workers=2, reward_timeout=0.3, steps=4)
-  rows, _, host = run(Talk(run_dir=str(tmp_path), mode=mode, **options))
+  options = dict(reward_workers=2, reward_timeout=0.3, steps=4)
+  rows, _, host = run(talk(tmp_path, dict(hangs=(0,), raises=(1, 2, 3)), mode=mode, **options))
   assert len(rows) == 4
   assert rows[-1]["tools/failures"] > 0
   ended = host["ledger"]["ended"]
@@ -200,8 +204,8 @@ def turns_of(parts, completion):
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_turns_are_bounded(parts, monkeypatch, most):
-  monkeypatch.setattr(parts, "encoder", dataclasses.replace(parts.encoder, max_turns=most))
+def test_turns_are_bounded(parts, most):
+  parts = parts._replace(encoder=dataclasses.replace(parts.encoder, max_turns=most))
   completions = [c for g in complete(parts) for c in g.completions]
   assert max(turns_of(parts, c) for c in completions) == most
   assert {c.finish for c in completions} == {STOP, LENGTH}
@@ -243,8 +247,10 @@ def test_what_is_recorded_beside_a_tools_tokens_changes_no_update(parts):
     assert_identical(state.params, drawn.params)
 
 
-def test_supervised_solutions_mask_the_tools_turns(parts):
-  for group in [group for _, group in zip(range(5), _supervised._solutions(parts, np.random.default_rng(0)))]:
+def test_supervised_solutions_mask_the_tools_turns(parts, tmp_path):
+  with runtime_helpers.stage_inputs(talk(tmp_path)) as stage:
+    solutions = list(itertools.islice(_supervised.sample_solutions(stage, np.random.default_rng(0)), 5))
+  for group in solutions:
     (c,) = group.completions
     assert turns_of(parts, c) == 2
     drawn, answer = (parts.tokenizer.decode(c.tokens[mask].tolist()) for mask in (c.mask, ~c.mask))

@@ -1,4 +1,4 @@
-"""What small learners of labeled data share: supervised training and reward models."""
+"""Training loop shared by supervised and reward-model training, on completions that no policy drew."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ from async_rl.types import Group
 from async_rl.types import TrainState
 
 
-def fit(
+def train_on_groups(
   learner: learning.Learner, params: models.Params | None, data: Iterator[Group], groups: int, steps: int, seed: int
 ) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
   """Takes `steps` optimizer steps and yields each one's number (from 1), state and metrics.
 
   Args:
-    learner: whose batch has `groups` groups.
-    params: to start from; `None`: random ones.
-    data: without end.
-    groups: in a batch.
-    steps: how many.
-    seed: of random parameters.
-
-  Raises:
-    ValueError: if `steps` is below 1.
+    learner: the learner, whose batch has `groups` groups.
+    params: the first parameters; `None` starts from random ones.
+    data: the groups, without end.
+    groups: the number of groups in a batch.
+    steps: the number of optimizer steps.
+    seed: the seed of random parameters.
   """
-  if steps < 1:
-    raise ValueError(f"steps must be at least 1, got steps={steps}.")
   state = learner.init(jax.random.key(seed), params)
   for step in range(1, steps + 1):
     batch = learning.pack(list(itertools.islice(data, groups)), learner.shape)
@@ -43,13 +38,13 @@ def fit(
     yield step, state, metrics
 
 
-def adam(learning_rate: float) -> optax.GradientTransformation:
-  """Clipped Adam whose learning rate is reached after 20 steps."""
+def make_adam(learning_rate: float) -> optax.GradientTransformation:
+  """Makes a clipped Adam whose learning rate is reached after 20 steps."""
   rate = optax.linear_schedule(0.0, learning_rate, 20)
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95))
 
 
-def written(tokens: Sequence[int], mask: Sequence[bool], sample: int = 0) -> Completion:
-  """A completion that no policy drew, to be trained where `mask` is True."""
+def make_completion(tokens: Sequence[int], mask: Sequence[bool], sample: int = 0) -> Completion:
+  """Makes a completion that no policy drew, to be trained where `mask` is True."""
   logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
   return Completion(0, sample, np.asarray(tokens, np.int32), logprobs, versions, np.asarray(mask, bool), STOP)

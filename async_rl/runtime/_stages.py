@@ -1,0 +1,119 @@
+"""What may come before a run: stages that make its first parameters, and stages that are kept for other runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from async_rl import learning
+from async_rl import models
+from async_rl import sampling
+from async_rl import tasks
+from async_rl.recording._checkpoint import Checkpointer
+from async_rl.rollout._mesh import Meshes
+from async_rl.rollout._prompts import PromptEncoder
+from async_rl.types import Prompt
+from async_rl.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StageInputs:
+  """The objects of a run that a stage may use before the first step.
+
+  Attributes:
+    encoder: the encoder of prompts, which also has the task and the tokenizer.
+    prompts: the training prompts, by id.
+    held_out: the prompts of evaluations.
+    learner: the run's learner, for the policy, the meshes and the shape of a batch.
+    sampler: the run's sampler, idle; a stage may give it any weights.
+    meshes: the generation mesh and the learner mesh.
+    rewards: the pool that asks the task for rewards and answers.
+    samples: K, the number of samples of a group.
+    seed: the run's seed.
+  """
+
+  encoder: PromptEncoder
+  prompts: Sequence[Prompt]
+  held_out: Sequence[Prompt]
+  learner: learning.Learner
+  sampler: sampling.Sampler
+  meshes: Meshes
+  rewards: tasks.RewardPool
+  samples: int
+  seed: int
+
+
+#: Makes parameters, on any device; adapters that they lack are newly initialized. `None` stands for random ones.
+Stage = Callable[[StageInputs], models.Params | None]
+#: Makes the scorer of training samples.
+ScorerStage = Callable[[StageInputs], tasks.Scorer]
+
+
+def abstract_policy(run: StageInputs) -> models.Params:
+  """Returns the shapes and shardings of the policy's parameters on the learner mesh."""
+  return run.learner.abstract().params
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptStage:
+  """A stage whose parameters are made once and kept in a folder, from where later runs restore them.
+
+  Attributes:
+    stage: the stage that makes the parameters.
+    folder: the folder that keeps them.
+    options: the options that they depend on, beside the task and the model: a JSON-like mapping.
+    abstract: from `StageInputs` to the shapes and shardings of the parameters.
+  """
+
+  stage: Stage
+  folder: str
+  options: Mapping[str, Any]
+  abstract: Callable[[StageInputs], models.Params] = abstract_policy
+
+  def __call__(self, run: StageInputs) -> models.Params:
+    """Returns the kept parameters, or makes and keeps them.
+
+    Raises:
+      CheckpointError: if those in the folder depend on other options; the message names the difference.
+    """
+    task: Any = run.encoder.task
+    fingerprint = {
+      "model": dataclasses.asdict(run.learner.policy.config),
+      "task": {name: str(value) for name, value in dataclasses.asdict(task).items()},
+      "options": dict(self.options),
+    }
+    return restore_or_make(self.folder, self.abstract(run), fingerprint, lambda: self.stage(run))
+
+
+def restore_or_make(
+  folder: pathlib.Path | str,
+  abstract: models.Params,
+  fingerprint: Mapping[str, Any],
+  make: Callable[[], models.Params | None],
+) -> models.Params:
+  """Restores the parameters kept in `folder`; if there are none yet, makes and keeps them.
+
+  Args:
+    folder: the folder of a checkpoint of its own.
+    abstract: `jax.ShapeDtypeStruct`s with the wanted shardings.
+    fingerprint: a JSON-like mapping of what the parameters depend on.
+    make: the function that trains or loads them.
+
+  Raises:
+    CheckpointError: if those in the folder have another fingerprint or shape; the message names the difference.
+  """
+  with contextlib.closing(Checkpointer(folder, keep=1, fingerprint=fingerprint)) as checkpoints:
+    if checkpoints.latest_step is not None:
+      return checkpoints.restore_params(abstract)
+    params = make()
+    if params is None:
+      raise ValueError(f"there are no parameters to keep in {folder}; give a stage that makes some.")
+    checkpoints.save(0, TrainState(params, {}, jnp.zeros([], jnp.int32)), {})
+    return params
