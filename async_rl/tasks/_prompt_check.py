@@ -43,6 +43,28 @@ class PromptCheck:
   longest: int
   fingerprint: str
 
+  def select(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Returns the prompts that are not left out, with their own ids.
+
+    Args:
+      prompts: the prompts that were checked.
+    """
+    if not self.skipped:
+      return prompts
+    skipped = frozenset(self.skipped)
+    kept = [i for i in range(self.prompts) if i not in skipped]
+    return Prompts(kept, lambda _, i: prompts[i])
+
+  def describe(self) -> str | None:
+    """Returns a sentence on the prompts that are left out or occur twice, None if there are none."""
+    clauses = []
+    if self.skipped:
+      reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
+      clauses.append(f"{len(self.skipped)} of {self.prompts} prompts are left out ({reasons})")
+    if self.repeated:
+      clauses.append(f"{self.repeated} of {self.prompts} prompts repeat an earlier one")
+    return "; ".join(clauses) or None
+
 
 def check_prompts(
   prompts: Sequence[Prompt],

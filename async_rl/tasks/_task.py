@@ -98,21 +98,34 @@ class ToolTask(Task, Protocol):
 class Prompts(Sequence[Prompt]):
   """Random access over the records of a data set, each made into a `Prompt` when it is read."""
 
-  def __init__(self, records: Sequence[Any], make: Callable[[int, Any], Prompt]):
-    """Args: records: anything with `len` and integer indexing; make: (id, record) -> Prompt."""
+  def __init__(
+    self,
+    records: Sequence[Any],
+    make: Callable[[int, Any], Prompt],
+    where: Callable[[int], str] | None = None,
+  ):
+    """Wraps records.
+
+    Args:
+      records: the records, anything with `len` and integer indexing.
+      make: the function from a position and its record to a prompt.
+      where: the function from a position to the place of its record; None asks the records, if they know.
+    """
     self._records = records
     self._make = make
+    self._where = where or getattr(records, "where", None)
 
   def where(self, index: int) -> str:
     """Returns the place of a prompt in its file, where the records know it, otherwise its number."""
-    return self._records.where(index) if hasattr(self._records, "where") else f"prompt {index}"
+    return self._where(index) if self._where is not None else f"prompt {index}"
 
   def __len__(self) -> int:
     return len(self._records)
 
   def __getitem__(self, index):
     if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
+      ids = range(len(self))[index]
+      return Prompts(ids, lambda _, i: self[i], lambda position: self.where(ids[position]))
     index = range(len(self))[index]
     return self._make(index, self._records[index])
 
