@@ -68,6 +68,20 @@ def _cut(completion, length):
   return {field: np.resize(getattr(completion, field), length) for field in fields}
 
 
+def test_the_longest_prompt_and_completion_fit_exactly():
+  group = make_groups(groups=1, samples=2)[0]
+  completions = tuple(c._replace(**_cut(c, 12)) for c in group.completions)
+  group = group._replace(completions=completions, request=group.request._replace(tokens=np.ones(8, np.int32)))
+  exact = dict(sequences=2, row_tokens=20, rows=1, completion_tokens=12, prompt_tokens=8)
+  assert learning.pack([group], learning.BatchShape(**exact)).used == 2
+  for field in ("row_tokens", "completion_tokens", "prompt_tokens"):
+    with pytest.raises(ValueError, match="8 prompt and 12 completion tokens"):
+      learning.pack([group], learning.BatchShape(**exact | {field: exact[field] - 1}))
+  assert learning.BatchShape(**exact).sequence_tokens == 20
+  assert learning.BatchShape(**exact | {"row_tokens": 64}).sequence_tokens == 20
+  assert learning.BatchShape(**exact | {"row_tokens": 64, "prompt_tokens": None}).sequence_tokens == 64
+
+
 def test_only_micro_batches_with_tokens_are_used():
   """Sixteen short sequences fit one row, of the sixteen there would be room for."""
   groups = make_groups(prompt=(1, 2), completion=(1, 2))

@@ -109,6 +109,15 @@ def test_dpo_and_ipo():
   close(far, [1e3])
 
 
+@pytest.mark.parametrize("loss", [losses.dpo_loss, losses.ipo_loss])
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_pairs_of_other_numbers_are_refused(loss, place):
+  arguments = [jnp.zeros(2)] * 4
+  arguments[place] = jnp.zeros((2, 2))
+  with pytest.raises(ValueError, match="must have the shape"):
+    loss(*arguments)
+
+
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
 def test_preference_advantages(loss):
   """Closed forms in float64: −N/pairs · ∂loss/∂s at best and worst, 0 elsewhere."""

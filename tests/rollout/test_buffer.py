@@ -99,6 +99,17 @@ def test_a_token_older_than_the_submission_is_found_in_any_sample_and_at_any_pla
   buffer.put(new)
 
 
+def test_groups_and_state_are_ordered_by_ticket():
+  buffer = RolloutBuffer(groups_per_step=2, max_lag=4)
+  assert submit_all(buffer, 0) == list(range(10))
+  for ticket in (7, 1, 9, 3):
+    buffer.put(make_group(ticket))
+  assert tickets(buffer.groups()) == [1, 3, 7, 9]
+  assert buffer.state()["complete"]["ticket"].tolist() == [1, 3, 7, 9]
+  assert buffer.state()["groups"]["ticket"].tolist() == [1, 3, 7, 9]
+  assert buffer.state()["pending"]["ticket"].tolist() == [0, 2, 4, 5, 6, 8]
+
+
 def test_counts_in_the_middle_of_a_run():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=2)
   first = submit_all(buffer, 0)

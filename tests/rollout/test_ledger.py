@@ -10,6 +10,7 @@ from async_rl.rollout._ledger import Ledger
 
 def test_every_token_ends_in_one_account():
   ledger = Ledger()
+  ledger.generated(0)
   ledger.generated(100)
   ledger.trained(50, masked={"truncated": 7, "zero std": 3})
   ledger.trained(5, masked={"truncated": 1})

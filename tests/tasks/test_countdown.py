@@ -291,6 +291,12 @@ def test_bad_options(options):
     tasks.Countdown(**options)
 
 
+def test_the_defaults_of_the_small_form():
+  words = tasks.CountdownSteps().corpus.split()
+  assert words == [*map(str, range(100)), *"+-*/", "=", ";", ":"]
+  assert tasks.CountdownSteps().largest_number == 20
+
+
 def test_bounds_are_inclusive():
   """100 pairs of numbers up to 10 allow 12 puzzles."""
   small = dict(numbers=2, largest_number=10, largest_value=10)

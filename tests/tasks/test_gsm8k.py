@@ -183,7 +183,8 @@ def test_answers_work_or_are_refused_with_file_line_and_field(tmp_path, answer, 
     prompt = task.prompts("train")[1]
     assert task.reward(prompt, f"#### {right}", STOP) == 1.0
     assert task.reward(prompt, "#### 123456", STOP) == 0.0
-    assert task.reward(prompt, task.solution(prompt, np.random.default_rng(0)), STOP) == 1.0
+    solution = task.solution(prompt, np.random.default_rng(0))
+    assert tasks.GSM8K(tmp_path, answer="marked").reward(prompt, solution, STOP) == 1.0
   else:
     with pytest.raises(ValueError, match=rf"train\.jsonl:3: .*({right})"):
       task.prompts("train")

@@ -123,6 +123,8 @@ def test_prompts_from_a_folder(tmp_path):
   assert list(task.prompts("train")) == [Prompt(0, "1+1?\n", "2"), Prompt(1, "1/3?\n", r"\frac13")]
   with pytest.raises(ValueError, match="problem"):
     tasks.Maths(tmp_path).prompts("train")
+  (message,) = tasks.Maths(tmp_path, problem="question").prompts("train")[0].text
+  assert message == {"role": "user", "content": "1+1?\nThink step by step, then give the answer in \\boxed{}."}
 
 
 @pytest.mark.parametrize(

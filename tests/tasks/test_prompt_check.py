@@ -157,3 +157,25 @@ def test_every_small_task_passes(tmp_path):
     options = {} if name == "keywords" else {"data_dir": str(tmp_path)}
     prompts = tasks.make(name, train=50, test=8, **options).prompts("train")
     assert tasks.check_prompts(prompts).skipped == ()
+
+
+def test_prompts_that_are_not_left_out_keep_their_ids():
+  prompts = prompts_of(["a", "a b c d", "b", "", "b"])
+  check = tasks.check_prompts(prompts, by_words, 3, skip=True)
+  assert [prompt.id for prompt in check.select(prompts)] == [0, 2, 4]
+  assert check.describe() == ("2 of 5 prompts are left out (1 too long, 1 blank); 1 of 5 prompts repeat an earlier one")
+  whole = tasks.check_prompts(prompts, by_words, 9, skip=True)
+  assert whole.skipped == (3,)
+  good = tasks.check_prompts(prompts[:1], by_words)
+  assert good.select(prompts[:1]) == prompts[:1]
+  assert good.describe() is None
+
+
+def test_slices_know_their_files_and_keep_their_ids(tmp_path):
+  rows = [{"question": f"question {i}", "answer": i} for i in range(6)]
+  (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  prompts = tasks.GSM8K(tmp_path).prompts("train")
+  part = prompts[1:5][::2]
+  assert [prompt.id for prompt in part] == [1, 3]
+  assert [part.where(i) for i in range(2)] == [f"{tmp_path}/train.jsonl:2", f"{tmp_path}/train.jsonl:4"]
+  assert list(prompts[:2]) == [prompts[0], prompts[1]]
