@@ -218,7 +218,7 @@ def objective(
   >>> objective("sequence_tis", advantages="opob", cap=4.0).needs_exact_norms
   True
   """
-  correction = _look_up(losses.CORRECTIONS, "name", name)
+  correction = _look_up(losses.CORRECTIONS, "objective", name)
   baseline = _look_up(losses.ADVANTAGES, "advantages", advantages) if isinstance(advantages, str) else advantages
   aggregation = PUBLISHED_AGGREGATIONS.get(name, "sequence_mean") if aggregate is None else aggregate
   statistics = dict(losses.STATISTICS)

@@ -86,7 +86,7 @@ def split_devices(devices: Sequence[D], generation: float | None, process_index:
     count = int(generation * size if generation < 1 else generation)
     if not 0 <= count < size or (count == 0) != (generation == 0) or (generation >= 1 and count != generation):
       raise ValueError(
-        f"generation={generation} of {size} devices per process leaves no whole device for one of the roles: "
+        f"generation_devices={generation} of {size} devices per process leaves no whole device for one of the roles: "
         f"give a number from 1 to {size - 1}, a fraction, or 0 to share the devices"
       )
   local = hosts[process_index]

@@ -15,10 +15,10 @@ from typing import Protocol
 from typing import TypeVar
 from typing import get_args
 
+from async_rl._suggestions import suggestion
 from async_rl._validation import check_choice
 from async_rl._validation import check_number
 from async_rl.rollout._schedule import LAG_KINDS
-from async_rl.tasks._task import known
 
 Mode = Literal["async", "simulated", "sync"]
 OnUpdate = Literal["keep", "recompute"]
@@ -228,7 +228,8 @@ def override(options: T, **values: Any) -> T:
   """
   names = flatten(options)
   for name in values:
-    known("option", name, names)
+    if name not in names:
+      raise ValueError(f"unknown option {name!r}: {suggestion(name, names)}")
   return _replace(options, values)
 
 

@@ -152,9 +152,8 @@ class Session:
   def _restore_host(self, host: dict[str, Any]) -> None:
     self.buffer.restore(host["buffer"], self._prompts.prompts, host["actor"]["tickets"].tolist())
     saved = sum(map(drawn_tokens, self.buffer.groups()))
-    if (
-      self.experiment.options.schedule.mode == "simulated"
-    ):  # continued samples could differ from undisturbed ones in the last bits
+    if self.experiment.options.schedule.mode == "simulated":
+      # Continued samples could differ from undisturbed ones in the last bits.
       self.unfinished = host["actor"]["tickets"].tolist()
     else:
       self.actor.restore(host["actor"])

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 from typing import NamedTuple
 
+from async_rl._suggestions import suggestion
 from async_rl.runtime import Experiment
 from async_rl.runtime import override
-from async_rl.tasks._task import known
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")))
 
@@ -60,7 +60,9 @@ def load(name: str) -> Config:
   if name.endswith(".py"):
     path = pathlib.Path(name).expanduser().absolute()
     return _config(str(path), _import_file(path))
-  return _config(name, importlib.import_module(f"{__name__}.{known('config', name, NAMES)}"))
+  if name not in NAMES:
+    raise ValueError(f"unknown config {name!r}: {suggestion(name, NAMES)}")
+  return _config(name, importlib.import_module(f"{__name__}.{name}"))
 
 
 def _import_file(path: pathlib.Path) -> ModuleType:

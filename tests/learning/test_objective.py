@@ -143,7 +143,11 @@ def test_options_reach_the_correction_and_the_statistic():
 @pytest.mark.parametrize(
   ("make", "error", "message"),
   [
-    (lambda: learning.objective("mp2o"), ValueError, r"\*name\* must be one of reinforce, .*; got name='mp2o'"),
+    (
+      lambda: learning.objective("mp2o"),
+      ValueError,
+      r"\*objective\* must be one of reinforce, .*; got objective='mp2o'",
+    ),
     (lambda: learning.objective("m2po", advantages="gae"), ValueError, r"\*advantages\* .* got advantages='gae'"),
     (lambda: learning.objective("m2po", aggregate="mean"), ValueError, r"\*aggregate\* .* got aggregate='mean'"),
     (lambda: learning.objective("ppo_clip", cap=2.0), TypeError, r"\*cap\* is not an option of 'ppo_clip'.* low, high"),

@@ -60,7 +60,9 @@ def test_each_process_splits_its_own_devices():
 
 @pytest.mark.parametrize("generation", [8, 9, -1, 1.5, 0.01, -0.5])
 def test_impossible_split_is_refused(generation):
-  with pytest.raises(ValueError, match=f"generation={generation} of 8 devices per process leaves no whole device"):
+  with pytest.raises(
+    ValueError, match=f"generation_devices={generation} of 8 devices per process leaves no whole device"
+  ):
     make_meshes(generation)
 
 

@@ -301,7 +301,7 @@ def test_memory_stays_flat_over_300_steps(tmp_path):
     (dict(max_prompt_tokens=3), "max_prompt_tokens=3"),
     (dict(rows=3, generation_devices=4), r"rows=3 .* make rows a multiple of 4"),
     (dict(slots=6, generation_devices=4), "slots must be a multiple"),
-    (dict(generation_devices=8), "generation=8 of 8 devices"),
+    (dict(generation_devices=8), "generation_devices=8 of 8 devices"),
     (dict(row_tokens=17), "row_tokens=17"),
   ],
 )
