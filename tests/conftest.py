@@ -18,6 +18,12 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_collection_modifyitems(items):
+  """Refuses tests that are named after an address: the processes of a run must collect the same tests."""
+  if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+    raise pytest.UsageError(f"give these tests ids: {', '.join(addressed)}")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
   """A worker that kept every compiled program would grow to gigabytes; those on disk are found again."""

@@ -121,7 +121,9 @@ def test_the_on_policy_ratio_can_be_scheduled():
   np.testing.assert_allclose(factors, [0.5, 0.5 / 0.75, 1.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("ratio", [optax.constant_schedule(0.7), stabilizers.track_on_policy_ratio()], ids=str)
+@pytest.mark.parametrize(
+  "ratio", [optax.constant_schedule(0.7), stabilizers.track_on_policy_ratio()], ids=["schedule", "tracked"]
+)
 def test_a_schedule_without_injection_is_refused_with_the_remedy(ratio):
   with pytest.raises(ValueError, match="wrap scale_by_ess in optax.inject_hyperparams"):
     stabilizers.scale_by_ess(on_policy_ratio=ratio)
