@@ -14,6 +14,7 @@ import tyro
 
 from async_rl.recording import CheckpointError
 from async_rl.recording import RunFolderError
+from async_rl.runtime import Diverged
 from async_rl.runtime import Interrupted
 from async_rl.runtime import Summary
 from async_rl.runtime import train
@@ -27,13 +28,17 @@ def report(summary: Summary) -> str:
     lines.append(f"Held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy:.3f} after.")
   folder = summary.folder
   run_dir = shlex.quote(str(folder.path))
+  lag = 16 if summary.lag_bound < 16 else 4
   lines += [
     f"Plots       {folder.report}",
     f"Metrics     {folder.metrics}, and: tensorboard --logdir {shlex.quote(str(folder.tensorboard))}",
     f"Checkpoint  {folder.checkpoints}, and: python -m experiments.evaluate {run_dir} --samples 8",
     f"Next        go on with --steps {2 * summary.version}, start over with --overwrite, "
-    f"or try another lag with --max-lag 16 --run-dir {shlex.quote(f'{folder.path}-lag16')}",
+    f"or try another lag with --max-lag {lag} --run-dir {shlex.quote(f'{folder.path}-lag{lag}')}",
   ]
+  if summary.lag_bound:
+    steps = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
+    lines.append(f"            (the first {steps} after this end have less lag than in a run planned longer)")
   return "\n".join(lines)
 
 
@@ -85,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     remedy = f"{where}; fix this, then rerun the same command to resume" if error.errno else ""  # else ours
     print(f"error: {error}{remedy}", file=sys.stderr)
     return 2
-  except (ValueError, ImportError, RunFolderError, CheckpointError, NotImplementedError) as error:
+  except (ValueError, ImportError, RunFolderError, CheckpointError, Diverged, NotImplementedError) as error:
     if not _is_ours(error):
       raise
     print(f"error: {error}", file=sys.stderr)

@@ -166,6 +166,9 @@ class Learner:
   def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     """Takes one optimizer step; `state` is donated. The metrics stay on the device, float32 [] each.
 
+    A step whose gradient or update is not finite changes neither parameters nor optimizer state, whatever the optimizer
+    is; its metric `update/skipped` is 1.
+
     Raises:
       ValueError: if the objective needs a reference policy that was not set.
     """
@@ -205,11 +208,17 @@ class Learner:
       log_weights_mask=jnp.any(batch.mask, axis=1),
       on_policy=jnp.max(quantities.lag) == 0,
     )
-    params = {**frozen, **optax.apply_updates(trainable, updates)}
+    grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+    new = (optax.apply_updates(trainable, updates), opt_state)
+    old = (trainable, state.opt_state)
+    trainable, opt_state = jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
+    params = {**frozen, **trainable}
     metrics = {
       "loss": losses.divide_or_zero(loss, denominator),
-      "grad/norm": optax.tree.norm(grads),
-      "update/norm": optax.tree.norm(updates),
+      "grad/norm": grad_norm,
+      "update/norm": jnp.where(finite, update_norm, 0.0),
+      "update/skipped": jnp.where(finite, 0.0, 1.0),
       **batch_metrics(batch, collected, quantities.lag, advantages, quantities.reference, self._lag_edges),
       **optimizer_metrics(opt_state),
     }

@@ -31,6 +31,7 @@ METRICS: Mapping[str, str] = types.MappingProxyType(
     "loss": "The aggregated loss.",
     "grad/norm": "The Euclidean norm of the gradient, before the optimizer.",
     "update/norm": "The Euclidean norm of the change of the parameters.",
+    "update/skipped": "1 if the step was skipped because its gradient or update was not finite, else 0.",
     "reward/mean": "The mean reward of the samples whose reward did not fail.",
     "reward/std": "The standard deviation of these rewards.",
     "reward/frac_zero_std": "The share of the groups whose rewards are all equal.",

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -87,12 +88,18 @@ class Checkpointer:
       host: state of this process: nested dicts and lists of numpy arrays, numbers, strings, booleans and None.
 
     Raises:
-      CheckpointError: if it cannot be written. Earlier checkpoints are not touched.
+      CheckpointError: if it cannot be written, or a parameter is not finite. Earlier checkpoints are not touched.
     """
     if step == self.latest_step:
       return
     archive = _to_archive(host)
     trained, frozen = split_trainable(state.params)
+    if not jax.device_get(_all_finite(trained)):
+      newest = "none yet" if self.latest_step is None else self.latest_step
+      raise CheckpointError(
+        f"the checkpoint of step {step} is not written to {self.folder}, because parameters are not finite; "
+        f"the newest good one: {newest}"
+      )
     state, first = state._replace(params=trained), bool(frozen) and self._base is None
     needed = len(archive) + sum(x.nbytes for x in jax.tree.leaves((state, frozen if first else {})))
     free = shutil.disk_usage(self.folder).free
@@ -224,6 +231,13 @@ class Checkpointer:
     except Exception as error:
       reason = (str(error).splitlines() or [type(error).__name__])[0]
       raise kind(f"the checkpoint in {self.folder} {what}: {reason}; {remedy}") from error
+
+
+@jax.jit
+def _all_finite(params: Any) -> jax.Array:
+  """bool [], whether every value is finite."""
+  finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params)]
+  return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
 
 
 def _shapes(tree: Any) -> dict[str, str]:

@@ -21,6 +21,7 @@ from async_rl.runtime._reward_model import make_scorer as make_scorer
 from async_rl.runtime._reward_model import pair_accuracy as pair_accuracy
 from async_rl.runtime._run import Summary as Summary
 from async_rl.runtime._run import train as train
+from async_rl.runtime._session import Diverged as Diverged
 from async_rl.runtime._session import Session as Session
 from async_rl.runtime._signals import Interrupted as Interrupted
 from async_rl.runtime._stages import KeptStage as KeptStage

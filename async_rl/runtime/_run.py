@@ -28,6 +28,7 @@ class Summary(NamedTuple):
     accuracy: held-out accuracy at the end, `None` without evaluation.
     accuracy_before: held-out accuracy before the first step.
     ended_early: whether the data ended before the steps did.
+    lag_bound: the largest lag of a trained token, in optimizer steps.
   """
 
   folder: RunFolder
@@ -35,6 +36,7 @@ class Summary(NamedTuple):
   accuracy: float | None
   accuracy_before: float | None
   ended_early: bool
+  lag_bound: int = 0
 
 
 def train(experiment: Experiment) -> Summary:
@@ -67,7 +69,7 @@ def train(experiment: Experiment) -> Summary:
     write_report(folder)
   versions = sorted(session.accuracy)
   before, after = (session.accuracy[versions[0]], session.accuracy[versions[-1]]) if versions else (None, None)
-  return Summary(folder, session.version, after, before, ended_early)
+  return Summary(folder, session.version, after, before, ended_early, options.schedule.lag_bound)
 
 
 def _run_to_the_end(session: Session) -> bool:

@@ -36,8 +36,14 @@ from async_rl.runtime._step_meter import StepMeter
 from async_rl.types import Group
 from async_rl.types import TrainState
 
+#: The run ends when this many steps in a row were skipped.
+_MAX_SKIPPED_STEPS = 5
 #: Seconds between two checks for a signal while the learner waits for a batch.
 _POLL_SECONDS = 1.0
+
+
+class Diverged(RuntimeError):
+  """Gradients stay non-finite; the message is for the user."""
 
 
 class Session:
@@ -118,6 +124,7 @@ class Session:
       self._progress.note(f"damaged: {damage}")
     self._checkpoints.set_aside_skipped()
     self._unwritten = MetricsBuffer()
+    self._skipped_in_a_row = 0
     if experiment.scorer is not None:
       self._scorer = experiment.scorer(self._stage_inputs)
       stack.callback(self._scorer.close)
@@ -303,6 +310,22 @@ class Session:
     self._warn_of_failures()
     self._writer.write(step, values)
     self._progress.update(step, values)
+    self._check_skipped(step, values)
+
+  def _check_skipped(self, step: int, values: dict[str, float]) -> None:
+    """Tells of a step that was skipped; raises `Diverged` after a number of them in a row."""
+    if not values["update/skipped"]:
+      self._skipped_in_a_row = 0
+      return
+    cause = f"its loss is {values['loss']:.3g} and its gradient's norm {values['grad/norm']:.3g}"
+    self._progress.note(f"step {step} was skipped: {cause}; see the metric update/skipped")
+    self._skipped_in_a_row += 1
+    if self._skipped_in_a_row == _MAX_SKIPPED_STEPS:
+      raise Diverged(
+        f"Step {step} is the {_MAX_SKIPPED_STEPS}th in a row that was skipped, since {cause}. The last checkpoint, of "
+        f"step {self._checkpoints.latest_step} in {self._checkpoints.folder}, is good. Lower the learning rate or "
+        "check the rewards."
+      )
 
   def _warn_of_failures(self) -> None:
     """Shows the first reason of each kind of failure of rewards and tools, once."""

@@ -159,6 +159,30 @@ def test_a_batch_without_a_trainable_token_changes_nothing():
   assert all(np.isfinite(float(v)) for v in metrics.values()), metrics
 
 
+@pytest.mark.parametrize(
+  "optimizer",
+  [optax.adam(0.1), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), stabilized(optax.adam(0.1))],
+  ids=["adam", "clipped", "stabilized"],
+)
+@pytest.mark.parametrize("reward", [np.nan, np.inf, 3e38], ids=str)
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_whatever_the_optimizer(optimizer, reward):
+  learner = make_learner(shape_of(), optimizer=optimizer, objective=learning.objective("reinforce", advantages="grpo"))
+  groups = make_groups()
+  bad = [groups[0]._replace(rewards=np.array([reward, -reward, 0, 0], np.float32)), *groups[1:]]
+  state = learner.init(jax.random.key(0))
+  before = jax.device_get(state)
+  state, metrics = learner.step(state, learner.put(learning.pack(bad, learner.shape)))
+  after = jax.device_get(state)
+  assert metrics["update/skipped"] == 1
+  assert metrics["update/norm"] == 0
+  assert after.version == before.version + 1
+  assert_same((after.params, after.opt_state), (before.params, before.opt_state), 0.0)
+  state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
+  assert metrics["update/skipped"] == 0
+  assert metrics["update/norm"] > 0
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
+
+
 def test_lag_is_counted_from_the_oldest_token():
   learner = make_learner(shape_of())
   state = learner.init(jax.random.key(0))._replace(version=jnp.int32(5))

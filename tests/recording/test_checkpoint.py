@@ -188,6 +188,18 @@ def test_damaged_checkpoint_is_named(saved, mesh):
   checkpointer.close()
 
 
+def test_parameters_that_are_not_finite_are_never_saved(saved):
+  folder, state = saved
+  checkpointer = Checkpointer(folder, keep=1, fingerprint=MODEL)
+  for bad in (np.nan, np.inf):
+    params = state.params | {"scale": state.params["scale"].at[3].set(bad)}
+    with pytest.raises(CheckpointError, match=r"of step 3 is not written .* not finite; the newest good one: 2"):
+      checkpointer.save(3, state._replace(params=params), {})
+  assert checkpointer.latest_step == 2
+  assert_equal(checkpointer.restore(abstract(state))[0], state)
+  checkpointer.close()
+
+
 def truncate_files(folder):
   """Cuts off the second half of each file, as a full disk or a power cut may leave them."""
   for file in (path for path in folder.rglob("*") if path.is_file()):

@@ -15,8 +15,13 @@ from async_rl.runtime import _session
 
 def params_of(summary, experiment):
   """The final state and the host's, read back from the checkpoint."""
+  return restore(summary.folder.checkpoints, experiment)
+
+
+def restore(folder, experiment):
+  """The state and the host's part of the newest checkpoint in a folder."""
   learner = experiment.make_learner(experiment.make_meshes().learner)
-  with contextlib.closing(experiment.make_checkpointer(summary.folder.checkpoints)) as checkpoints:
+  with contextlib.closing(experiment.make_checkpointer(folder)) as checkpoints:
     state, host = checkpoints.restore(learner.abstract())
   return jax.device_get(state), host
 

@@ -6,9 +6,13 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from runtime_helpers import assert_identical
 from runtime_helpers import killed_at
+from runtime_helpers import restore
 from runtime_helpers import rows
 from runtime_helpers import run
 from runtime_helpers import with_options
@@ -92,6 +96,17 @@ def test_a_run_in_a_folder_that_is_in_use_is_refused(tmp_path):
         runtime.train(with_options(first, overwrite=overwrite))
     assert (tmp_path / "run" / "config.txt").read_text() == "in use"
   assert runtime.train(first).version == 1
+
+
+def test_a_run_whose_updates_stay_non_finite_stops_with_the_last_good_checkpoint(tmp_path, capfd):
+  rate = lambda count: jnp.where(count < 2, 1e-2, jnp.nan)
+  experiment = tiny(optimizer=optax.sgd(rate), run_dir=str(tmp_path), steps=20, checkpoint_every=1)
+  with pytest.raises(runtime.Diverged, match=r"Step 7 is the 5th in a row that was skipped.*of step \d in .* is good"):
+    runtime.train(experiment)
+  assert "step 3 was skipped: its loss is" in capfd.readouterr().err
+  assert [r["update/skipped"] for r in all_rows(tmp_path)] == [0, 0, 1, 1, 1, 1, 1]
+  state, _ = restore(tmp_path / "checkpoints", experiment)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 
 def test_wandb_without_its_package_is_refused_before_anything_is_made(tmp_path, monkeypatch):
