@@ -38,7 +38,7 @@ def report(summary: Summary) -> str:
   ]
   if summary.lag_bound:
     steps = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
-    lines.append(f"            (the first {steps} after this end have less lag than in a run planned longer)")
+    lines.append(f"            (the lag of the first {steps} after this end is less than in a run planned longer)")
   return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from async_rl import models
 from async_rl import recording
+from async_rl import runtime
 from async_rl import tasks
 from async_rl.recording import read_metrics
 from experiments import configs
@@ -352,3 +353,12 @@ def test_a_bad_value_of_any_part_is_refused_in_the_words_of_the_command_line(opt
     rf"\*{name}\* must .*{name}='?{options[1]}", " ".join(capsys.readouterr().err.replace("│", " ").split())
   )
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("lag_bound", "said"), [(0, ""), (1, "the first step after"), (3, "the first 3 steps after")])
+def test_the_report_says_what_an_extension_changes(tmp_path, lag_bound, said):
+  with recording.RunFolder.open(tmp_path / "run", "", {}) as folder:
+    text = train.report(runtime.Summary(folder, 7, None, None, ended_early=False, lag_bound=lag_bound))
+  assert "go on with --steps 14" in text
+  assert said in text
+  assert ("is less than in a run planned longer" in text) == bool(lag_bound)

@@ -139,3 +139,12 @@ def test_a_process_that_was_killed_resumes_as_if_undisturbed(tmp_path):
   resumed = runtime.train(tiny(run_dir=str(killed), **options))
   assert steps_and_kinds(killed) == steps_and_kinds(tmp_path / "whole")
   assert [r["reward/mean"] for r in rows(resumed)] == [r["reward/mean"] for r in rows(summary)]
+
+
+def test_an_extended_run_starts_with_less_lag(tmp_path):
+  """As the last lines of `experiments.train` say: the steps after the old end were not sampled before it."""
+  make = lambda name, steps: tiny(run_dir=str(tmp_path / name), steps=steps, max_lag=2)
+  runtime.train(make("extended", 4))
+  lags = lambda summary: [row["staleness/max"] for row in rows(summary)]
+  assert lags(runtime.train(make("extended", 7))) == [0, 1, 2, 2, 0, 1, 2]
+  assert lags(runtime.train(make("whole", 7))) == [0, 1, 2, 2, 2, 2, 2]
