@@ -143,6 +143,6 @@ class LagDistribution:
     """Version of the weights that sample the batch of `step`."""
     return max(0, step - self.lag(step))
 
-  def steps_fed_by(self, version: int) -> list[int]:
-    """The steps whose batches are sampled by the weights of `version`, in order: the inverse of `source_version`."""
-    return [s for s in range(version, version + self.max_lag + 1) if self.source_version(s) == version]
+  def steps_due(self, version: int) -> list[int]:
+    """Returns the steps, from `version` on and in order, whose batches are sampled by `version` or were before it."""
+    return [step for step in range(version, version + self.max_lag + 1) if self.source_version(step) <= version]

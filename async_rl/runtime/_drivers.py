@@ -63,8 +63,7 @@ def run_simulated(session: Session, lags: LagDistribution) -> None:
   while not session.done:
     session.actor.set_weights(*session.store.latest(at_least=session.version))
     session.submit_unfinished()
-    # A step past the end of a run that was extended has no batch from the version that should have fed it.
-    for step in sorted({session.version, *lags.steps_fed_by(session.version)}):
+    for step in lags.steps_due(session.version):  # not all were assigned where a run was extended
       if step < num_steps and step not in assigned:
         assigned[step] = _submit_groups(session, groups_per_step)
     _sample_assigned(session, groups_per_step)
