@@ -63,8 +63,8 @@ def load_weights(experiment: Experiment, weights: str) -> tuple[Experiment, mode
 
 def score(
   experiment: Experiment, params: models.Params, prompts: Sequence[Prompt], samples: int, temperature: float
-) -> np.ndarray:
-  """Returns the rewards of `samples` completions of each prompt, float [N, samples]."""
+) -> tuple[np.ndarray, list[str]]:
+  """Returns the rewards of `samples` completions of each prompt, float [N, samples], and the reasons of failures."""
   config = dataclasses.replace(
     experiment.sampler_config,
     group_size=samples,
@@ -77,7 +77,9 @@ def score(
   requests = [encoder.encode(i, prompt) for i, prompt in enumerate(prompts)]
   with tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout) as pool:
     groups = complete(sampler, encoder, requests, samples, pool)
-  return np.array([[result.value for result in group.results] for group in groups])
+  results = [group.results for group in groups]
+  reasons = [result.reason for of_group in results for result in of_group if result.failed]
+  return np.array([[result.value for result in of_group] for of_group in results]), reasons
 
 
 def evaluate(
@@ -90,6 +92,8 @@ def evaluate(
   step: int | None = None,
   weights: str | None = None,
   max_completion_tokens: int | None = None,
+  max_prompt_tokens: int | None = None,
+  skip_bad_prompts: bool = False,
   config: str | None = None,
 ) -> dict[str, float]:
   """Prints and returns the accuracy of a checkpoint.
@@ -103,9 +107,19 @@ def evaluate(
     step: the step of the checkpoint; by default the newest.
     weights: a Hugging Face folder, a GGUF file or a name that `experiments.fetch_weights` takes, to evaluate instead.
     max_completion_tokens: the length of the longest completion; by default the run's.
+    max_prompt_tokens: the length of the longest prompt; by default the run's.
+    skip_bad_prompts: whether to leave out prompts that are too long or otherwise of no use; the run may say so, too.
     config: the path of the run's config file, if it was moved.
+
+  Raises:
+    ValueError: if prompts are of no use, or all rewards fail.
   """
-  changes = {} if max_completion_tokens is None else {"max_completion_tokens": max_completion_tokens}
+  if prompts is not None and prompts < 1:
+    raise ValueError(f"*prompts* must be at least 1, got prompts={prompts}; leave it out for all.")
+  limits = {"max_completion_tokens": max_completion_tokens, "max_prompt_tokens": max_prompt_tokens}
+  changes = {name: value for name, value in limits.items() if value is not None}
+  if skip_bad_prompts:
+    changes["skip_bad_prompts"] = True
   experiment = load_experiment(run_dir, config, **changes)
   if temperature is None:
     temperature = 0.0 if samples == 1 else experiment.options.rollout.temperature
@@ -117,13 +131,20 @@ def evaluate(
     experiment, checkpoint = load_weights(experiment, weights)
     params = models.load_params(checkpoint, experiment.make_learner(mesh).state_shardings.params)
     evaluated = weights
-  found = experiment.task.prompts(split)
-  rewards = score(experiment, params, found[: prompts or len(found)], samples, temperature)
+  found = experiment.task.prompts(split)[:prompts]
+  check = experiment.encoder.check(found, skip=experiment.options.rollout.skip_bad_prompts)
+  rewards, failures = score(experiment, params, check.select(found), samples, temperature)
+  if len(failures) == rewards.size:
+    raise ValueError(f"all {rewards.size} rewards failed, the first: {failures[0]}")
   results = {f"avg@{samples}": mean_and_interval(rewards.mean(axis=1))}
   correct = (rewards >= 1.0).sum(axis=1)
   for k in [2**i for i in range(samples.bit_length()) if samples > 1]:
     results[f"pass@{k}"] = mean_and_interval(pass_at_k(correct, samples, k))
   print(f"{experiment.name}, {evaluated}, {len(rewards)} {split} prompts, temperature {temperature:g}")
+  if check.skipped:
+    print(check.describe())
+  if failures:
+    print(f"{len(failures)} of {rewards.size} rewards failed and count as 0, the first: {failures[0]}")
   for name, (mean, half) in results.items():
     print(f"{name:8} {mean:.4f} ± {half:.4f}")
   return {name: mean for name, (mean, _) in results.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from async_rl.runtime._options import flatten
 from async_rl.runtime._stages import ScorerStage
 from async_rl.runtime._stages import Stage
 from async_rl.runtime._stages import StageInputs
+from async_rl.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +159,13 @@ class Experiment:
 
   def make_stage_inputs(self, rewards: tasks.RewardPool) -> StageInputs:
     """Makes the objects of a run that stages may use; `rewards` asks the task."""
-    meshes, training, held_out = self.make_meshes(), self.options.training, self.options.output.eval_prompts
+    meshes, training = self.make_meshes(), self.options.training
+    prompts = self.task.prompts("train")
     return StageInputs(
       encoder=self.encoder,
-      prompts=self.task.prompts("train"),
-      held_out=self.task.prompts("test")[:held_out] if held_out else [],
+      prompts=prompts,
+      prompt_check=self._check(prompts),
+      held_out=self._held_out(),
       learner=self.make_learner(meshes.learner),
       sampler=self.make_sampler(self.sampler_config, meshes.generation),
       meshes=meshes,
@@ -169,6 +173,15 @@ class Experiment:
       samples=training.samples,
       seed=training.seed,
     )
+
+  def _check(self, prompts: Sequence[Prompt]) -> tasks.PromptCheck:
+    return self.encoder.check(prompts, skip=self.options.rollout.skip_bad_prompts)
+
+  def _held_out(self) -> Sequence[Prompt]:
+    """Returns the prompts of evaluations."""
+    count = self.options.output.eval_prompts
+    prompts = self.task.prompts("test")[:count] if count else []
+    return self._check(prompts).select(prompts)
 
   def make_checkpointer(self, folder: pathlib.Path | str) -> Checkpointer:
     """Opens the checkpoints in `folder`, which are refused if they are of another model."""

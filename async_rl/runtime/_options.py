@@ -52,8 +52,10 @@ class Training:
 class Rollout:
   """The limits of a rollout, and how the sampler draws it."""
 
-  #: Longest prompt, in tokens. Longer ones are an error.
+  #: Longest prompt, in tokens. Longer ones are an error, unless they are skipped.
   max_prompt_tokens: int = 512
+  #: Leave out, and count, prompts that are too long or otherwise of no use, instead of refusing to start.
+  skip_bad_prompts: bool = False
   #: Longest completion, in tokens; with a tool, all turns and answers together.
   max_completion_tokens: int = 512
   #: Maximum number of model turns per completion, for tasks with a tool.

@@ -13,6 +13,7 @@ import jax
 from async_rl import learning
 from async_rl import sampling
 from async_rl import tasks
+from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._metrics import MetricsBuffer
 from async_rl.recording._metrics import MetricsWriter
 from async_rl.recording._progress import Progress
@@ -86,7 +87,10 @@ class Session:
     self._held_out = inputs.held_out
     self._learner = inputs.learner
     self._sampler = inputs.sampler
-    self._prompts = PromptStream(inputs.encoder, inputs.prompts, training.seed, training.epochs)
+    self._prompt_check = inputs.prompt_check
+    self._prompts = PromptStream(
+      inputs.encoder, inputs.prompts, training.seed, training.epochs, self._prompt_check.skipped
+    )
     self._checkpoints = experiment.make_checkpointer(folder.checkpoints)
     self._ledger = Ledger()
     self.buffer = RolloutBuffer(
@@ -123,6 +127,8 @@ class Session:
     for damage in (*self._checkpoints.skipped.values(), *self._writer.damaged):
       self._progress.note(f"damaged: {damage}")
     self._checkpoints.set_aside_skipped()
+    if note := self._prompt_check.describe():
+      self._progress.note(note)
     self._unwritten = MetricsBuffer()
     self._skipped_in_a_row = 0
     if experiment.scorer is not None:
@@ -144,6 +150,11 @@ class Session:
     """Sets state and version; returns the host's part of the newest checkpoint, `None` if there is none."""
     if self._checkpoints.latest_step is not None:
       self.state, host = self._checkpoints.restore(self._learner.abstract())
+      if host["prompts"] != self._prompt_check.fingerprint:
+        raise CheckpointError(
+          f"The training prompts are not those that {self.folder.path} was started with; restore the data set to "
+          "resume, or start another run with the new one."
+        )
       self.version = int(self.state.version)
       if self.experiment.keeps_reference:
         set_starting_reference(self._learner, self.folder.reference, None)
@@ -350,6 +361,7 @@ class Session:
       held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))
       self._ledger.balance(held)
       host = {
+        "prompts": self._prompt_check.fingerprint,
         "buffer": self.buffer.state(),
         "actor": self.actor.state(),
         "ledger": self._ledger.state(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ class StageInputs:
 
   Attributes:
     encoder: the encoder of prompts, which also has the task and the tokenizer.
-    prompts: the training prompts, by id.
+    prompts: the training prompts, by id, those that are left out included.
+    prompt_check: the result of the check of `prompts`.
     held_out: the prompts of evaluations.
     learner: the run's learner, for the policy, the meshes and the shape of a batch.
     sampler: the run's sampler, idle; a stage may give it any weights.
@@ -41,6 +43,7 @@ class StageInputs:
 
   encoder: PromptEncoder
   prompts: Sequence[Prompt]
+  prompt_check: tasks.PromptCheck
   held_out: Sequence[Prompt]
   learner: learning.Learner
   sampler: sampling.Sampler
@@ -48,6 +51,11 @@ class StageInputs:
   rewards: tasks.RewardPool
   samples: int
   seed: int
+
+  @functools.cached_property
+  def usable_prompts(self) -> Sequence[Prompt]:
+    """Returns the training prompts that are not left out."""
+    return self.prompt_check.select(self.prompts)
 
 
 #: Makes parameters, on any device; adapters that they lack are newly initialized. `None` stands for random ones.

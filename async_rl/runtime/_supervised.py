@@ -97,7 +97,7 @@ def make_likelihood_learner(learner: learning.Learner, learning_rate: float, seq
 
 def _measure_accuracy(run: StageInputs, params: models.Params) -> float:
   """Returns the mean reward of samples at the run's temperature."""
-  prompts = run.held_out[:_CHECK_PROMPTS] or run.prompts[:_CHECK_PROMPTS]
+  prompts = run.held_out[:_CHECK_PROMPTS] or run.usable_prompts[:_CHECK_PROMPTS]
   run.sampler.set_weights(params, 0)
   metrics, _ = evaluate(run.sampler, run.encoder, prompts, run.rewards, run.samples)
   return metrics["accuracy"]
@@ -112,7 +112,7 @@ def sample_solutions(run: StageInputs, rng: np.random.Generator) -> Iterator[Gro
   task = cast(tasks.SupervisedTask, run.encoder.task)
   limit, too_long = run.learner.shape.completion_tokens, 0
   while too_long < _MAX_TOO_LONG:
-    prompt = run.prompts[int(rng.integers(len(run.prompts)))]
+    prompt = run.usable_prompts[int(rng.integers(len(run.usable_prompts)))]
     completion = _encode_solution(run.encoder, prompt, task.solution(prompt, rng))
     too_long = too_long + 1 if len(completion.tokens) > limit else 0
     if not too_long:

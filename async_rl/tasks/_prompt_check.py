@@ -170,7 +170,7 @@ class _Walk:
     )
 
   def _reasons(self) -> dict[str, int]:
-    return dict(collections.Counter(reason for reason, _ in self.problems.values()))
+    return dict(sorted(collections.Counter(reason for reason, _ in self.problems.values()).items()))
 
   def result(self) -> PromptCheck:
     skipped = tuple(sorted(self.problems))

@@ -57,3 +57,30 @@ def test_the_command_evaluates_what_the_run_evaluated(tmp_path, monkeypatch, cap
 def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
   assert evaluate.main([str(tmp_path)]) == 2
   assert "holds no run" in capsys.readouterr().err
+
+
+def _fails(self, prompt, text, finish):
+  raise ZeroDivisionError("no verifier")
+
+
+def _fails_on_odd_prompts(self, prompt, text, finish):
+  return 1.0 if prompt.id % 2 == 0 else _fails(self, prompt, text, finish)
+
+
+def test_rewards_that_fail_are_counted_and_shown(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  given = quickstart.SMOKE | {"steps": 1, "generation_devices": 4, "reward_workers": 0, "run_dir": "run"}
+  runtime.train(quickstart.build(runtime.override(quickstart.Options(), **given)))
+  task = type(quickstart.build(quickstart.Options()).task)
+  monkeypatch.setattr(task, "reward", _fails_on_odd_prompts)
+  assert evaluate.main(["run", "--prompts", "8"]) == 0
+  printed = capsys.readouterr().out
+  assert "4 of 8 rewards failed and count as 0, the first: raised ZeroDivisionError: no verifier" in printed
+  assert "avg@1    0.5000" in printed
+  monkeypatch.setattr(task, "reward", _fails)
+  assert evaluate.main(["run", "--prompts", "8"]) == 2
+  assert "all 8 rewards failed, the first: raised ZeroDivisionError: no verifier" in capsys.readouterr().err
+  assert evaluate.main(["run", "--prompts", "8", "--max-prompt-tokens", "2"]) == 2
+  assert "8 of 8 prompts cannot be used" in capsys.readouterr().err
+  assert evaluate.main(["run", "--prompts", "0"]) == 2
+  assert "*prompts* must be at least 1" in capsys.readouterr().err

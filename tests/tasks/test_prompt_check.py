@@ -163,7 +163,7 @@ def test_prompts_that_are_not_left_out_keep_their_ids():
   prompts = prompts_of(["a", "a b c d", "b", "", "b"])
   check = tasks.check_prompts(prompts, by_words, 3, skip=True)
   assert [prompt.id for prompt in check.select(prompts)] == [0, 2, 4]
-  assert check.describe() == ("2 of 5 prompts are left out (1 too long, 1 blank); 1 of 5 prompts repeat an earlier one")
+  assert check.describe() == ("2 of 5 prompts are left out (1 blank, 1 too long); 1 of 5 prompts repeat an earlier one")
   whole = tasks.check_prompts(prompts, by_words, 9, skip=True)
   assert whole.skipped == (3,)
   good = tasks.check_prompts(prompts[:1], by_words)

@@ -1,0 +1,70 @@
+"""Prompts that a run cannot use are found before its first step, and other data do not resume it."""
+
+import dataclasses
+
+import pytest
+from runtime_helpers import rows
+from tiny import DigitSums
+from tiny import Options
+from tiny import sums
+from tiny import tiny
+
+from async_rl import recording
+from async_rl import runtime
+from async_rl import tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class LongSums(DigitSums):
+  """Some prompts have a third number, and so ten tokens where eight are allowed."""
+
+  long: tuple[int, ...] = (5,)
+  split: str = "train"
+
+  def prompts(self, split):
+    prompts = super().prompts(split)
+    return tasks.Prompts(range(len(prompts)), lambda _, i: self._lengthened(prompts[i], split))
+
+  def _lengthened(self, prompt, split):
+    long = prompt.id in self.long and split == self.split
+    return prompt._replace(text=f"11+{prompt.text}") if long else prompt
+
+
+def long_tiny(folder, kind=LongSums, fields=None, **given):
+  options = runtime.override(Options(), run_dir=str(folder), steps=2)
+  return tiny(options, task=sums(options, kind, **(fields or {})), **given)
+
+
+def test_a_prompt_that_is_too_long_is_named_before_the_run_and_the_advice_works(tmp_path):
+  folder = tmp_path / "run"
+  message = r"1 of 64 prompts cannot be used: prompt 5: it has 10 tokens, more than max_prompt_tokens=8\. "
+  with pytest.raises(
+    ValueError, match=message + r".*raise max_prompt_tokens to 10, or skip them \(--skip-bad-prompts\)"
+  ):
+    runtime.train(long_tiny(folder))
+  assert not folder.exists()
+  assert runtime.train(long_tiny(folder, max_prompt_tokens=10)).version == 2
+
+
+def test_prompts_of_evaluations_are_checked_too(tmp_path):
+  fields = {"long": (3,), "split": "test"}
+  with pytest.raises(ValueError, match="1 of 8 prompts cannot be used: prompt 3: it has 10 tokens"):
+    runtime.train(long_tiny(tmp_path / "run", fields=fields, eval_prompts=8))
+  summary = runtime.train(long_tiny(tmp_path / "run", fields=fields, eval_prompts=8, skip_bad_prompts=True))
+  assert summary.accuracy is not None
+
+
+def test_skipped_prompts_are_counted_on_the_console(tmp_path, capfd):
+  fields = {"long": tuple(range(1, 64, 2))}
+  summary = runtime.train(long_tiny(tmp_path / "run", fields=fields, skip_bad_prompts=True))
+  assert "32 of 64 prompts are left out (32 too long)" in capfd.readouterr().err
+  assert len(rows(summary)) == 2
+
+
+def test_other_data_do_not_resume_a_run(tmp_path):
+  given = {"max_prompt_tokens": 10}
+  runtime.train(long_tiny(tmp_path / "run", **given))
+  other = {"fields": {"long": (6,)}, **given}
+  with pytest.raises(recording.CheckpointError, match="training prompts are not those that .*run was started with"):
+    runtime.train(long_tiny(tmp_path / "run", steps=3, **other))
+  assert runtime.train(long_tiny(tmp_path / "run", steps=3, **given)).version == 3
