@@ -39,6 +39,7 @@ class Actor:
     version: the version of the weights that the actor gave the sampler; -1 before the first, whatever weights others
       gave it.
     idle_seconds: the time for which the sampler had nothing to do, in `run`.
+    busy_seconds: the time for which the sampler decoded.
 
   Args:
     sampler: the sampler, which the actor owns.
@@ -69,6 +70,7 @@ class Actor:
     self._lock = threading.Lock()
     self.version = -1
     self.idle_seconds = 0.0
+    self.busy_seconds = 0.0
 
   def run(self, store: WeightStore) -> None:
     """Samples until the buffer is closed; an error closes the buffer with it, and so ends the run."""
@@ -123,7 +125,9 @@ class Actor:
     busy = not self._sampler.idle
     if busy:
       before = self._sampler.counters.tokens
+      start = time.monotonic()
       completions = self._sampler.step()
+      self.busy_seconds += time.monotonic() - start
       self._ledger.generated(self._sampler.counters.tokens - before)
       self._recorder.record("chunk")
       for completion in completions:

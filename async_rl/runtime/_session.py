@@ -242,9 +242,11 @@ class Session:
         self.publish_weights()
     self._log(metrics, groups)
     if not self.done and self.evaluation_due:
-      self.evaluate()
+      with self._meter.timing("evaluation"):
+        self.evaluate()
     if not self.done and output.checkpoint_every and self.version % output.checkpoint_every == 0:
-      self.save()
+      with self._meter.timing("checkpoint"):
+        self.save()
     self._meter.end_step()
 
   def _device_turn(self) -> contextlib.AbstractContextManager[None]:
