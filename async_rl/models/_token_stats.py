@@ -9,14 +9,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
 
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
 from async_rl.models._policy import finish_logits
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
+from async_rl.models._sharding import fit_sharding
 
 Array = jax.Array
+
+#: Elements that devices exchange at a time. XLA turns larger scatters (over 2**27 for TPUs) into sums of the whole.
+_LARGEST_EXCHANGE = 2**25
 
 
 class TokenStats(NamedTuple):
@@ -122,11 +127,36 @@ def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotange
   dkernel, dhidden = jax.lax.scan(one, start, _split((hidden, targets, cotangents.logprobs), chunk))
   # The barrier keeps XLA from folding a transposition of the result (tied tables) into the product, which it then
   # cannot run in bfloat16 on CPUs (jaxlib 0.10).
-  dkernel = jax.lax.optimization_barrier(jnp.sum(dkernel, axis=0).astype(kernel.dtype))
+  dkernel = jax.lax.optimization_barrier(_sum_over_devices(dkernel, policy.mesh).astype(kernel.dtype))
   return _join(dhidden, hidden.shape[1]), dkernel, None
 
 
 token_stats.defvjp(_forward, _backward)
+
+
+def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
+  """Sums float32 [W, D, V], one part per device, into [D, V] split over "fsdp" and "tensor" as the table itself.
+
+  Left to itself, the compiler gives every device the whole sum where the vocabulary is large (over 100,000 tokens).
+  """
+  fsdp = 1 if mesh is None else dict(mesh.shape).get("fsdp", 1)
+  if mesh is None or fsdp == 1 or parts.shape[0] == 1 or parts.shape[1] % fsdp:
+    return jnp.sum(parts, axis=0)
+  split = fit_sharding(mesh, (ROWS, None, "tensor"), parts.shape).spec
+
+  def scatter(part: Array) -> Array:
+    pieces = -(-part.size // _LARGEST_EXCHANGE)
+    width = -(-part.shape[2] // (128 * pieces)) * 128  # whole tiles, which are sliced without a copy
+    bounds = list(range(width, part.shape[2], width))
+    columns = [
+      jax.lax.psum_scatter(piece, "fsdp", scatter_dimension=0, tiled=True)
+      for piece in jnp.split(part[0], bounds, axis=1)
+    ]
+    own = jnp.concatenate(columns, axis=1)
+    return jax.lax.psum(own, "data") if "data" in mesh.axis_names else own
+
+  table = PartitionSpec("fsdp", split[2])
+  return jax.shard_map(scatter, mesh=mesh, in_specs=split, out_specs=table, check_vma=False)(parts)
 
 
 def _gathered(policy: Policy, kernel: Array, dtype: jnp.dtype) -> Array:

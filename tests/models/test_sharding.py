@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from async_rl import models
+from async_rl.models import _token_stats
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -68,6 +71,32 @@ def test_every_device_does_an_even_share(shape):
   one, *_ = compiled_gradient(policy, None, 8, 32)
   each, *_ = compiled_gradient(dataclasses.replace(policy, mesh=mesh), mesh, 8, 32)
   assert each.cost_analysis()["flops"] < 1.25 * one.cost_analysis()["flops"] / 8
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [(1, 4, 2), (2, 2, 2)])
+def test_no_device_sums_the_whole_gradient_of_the_table(shape, tied, monkeypatch):
+  """Each gets the part that it holds of the parameters, in pieces that the compiler does not turn into whole sums."""
+  monkeypatch.setattr(_token_stats, "_LARGEST_EXCHANGE", 2**13)
+  config = models.ModelConfig(
+    vocab_size=1024, d_model=64, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=8, d_ff=16, tie_embeddings=tied
+  )
+  mesh = make_mesh(*shape)
+  alone, params, inputs = compiled_gradient(models.Policy(config, dtype="float32"), None, 8, 8)
+  _, expected = alone(params, *inputs)
+  program, params, inputs = compiled_gradient(models.Policy(config, dtype="float32", mesh=mesh), mesh, 8, 8)
+  _, got = program(params, *inputs)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), got["ends"], expected["ends"]
+  )
+  summed = re.findall(r"= (\(?f32\[.*?) (all-reduce|reduce-scatter)\(", program.as_text())
+  sizes = {kind: [] for kind in ("all-reduce", "reduce-scatter")}
+  for result, kind in summed:
+    sizes[kind] += [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", result)]
+  _, fsdp, tensor = shape
+  part = 1024 * 64 // (fsdp * tensor)
+  assert sizes["reduce-scatter"] == [part // 4] * 4
+  assert max(sizes["all-reduce"]) <= part
 
 
 @pytest.mark.parametrize("name", reference.CONFIGS)
