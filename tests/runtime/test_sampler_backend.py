@@ -1,0 +1,43 @@
+"""Whole runs with another sampler than the slot engine: what `sampling.Sampler` promises is enough for a run."""
+
+import jax
+import numpy as np
+from full_forward import FullForwardSampler
+from runtime_helpers import killed_at
+from runtime_helpers import rows
+from runtime_helpers import run
+from tiny import tiny
+
+from async_rl import runtime
+from async_rl import sampling
+
+
+def assert_near(a, b):
+  """The same training up to rounding: the backends' programs sum in different orders."""
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-3, rtol=1e-3), a, b)
+
+
+def test_a_run_with_the_full_forward_sampler_is_the_run_with_the_engine(tmp_path):
+  make = lambda sampler: tiny(run_dir=str(tmp_path / sampler.__name__), sampler=sampler, steps=3, eval_prompts=4)
+  summary, engine, _ = run(make(sampling.Engine))
+  other_summary, other, _ = run(make(FullForwardSampler))
+  assert [r["reward/mean"] for r in rows(other_summary)] == [r["reward/mean"] for r in rows(summary)]
+  assert other_summary.accuracy == summary.accuracy
+  assert_near(other.params, engine.params)
+
+
+def test_a_run_begun_with_one_backend_is_resumed_with_another(tmp_path):
+  make = lambda name, sampler: tiny(run_dir=str(tmp_path / name), sampler=sampler, steps=4, checkpoint_every=2)
+  _, whole, host = run(make("whole", sampling.Engine))
+  with killed_at(3):
+    runtime.train(make("killed", sampling.Engine))
+  _, resumed, resumed_host = run(make("killed", FullForwardSampler))
+  assert resumed_host["ledger"] == host["ledger"]
+  assert_near(resumed.params, whole.params)
+
+
+def test_weights_change_under_unfinished_samples_of_an_asynchronous_run(tmp_path):
+  options = dict(mode="async", steps=4, decode_chunk=2)
+  summary = runtime.train(tiny(run_dir=str(tmp_path / "run"), sampler=FullForwardSampler, **options))
+  assert summary.version == 4
+  assert max(r["staleness/max"] for r in rows(summary)) <= 2
