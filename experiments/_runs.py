@@ -49,7 +49,7 @@ def restore_policy(
 ) -> tuple[models.Params, int | None]:
   """Restores the parameters of a checkpoint, by default the newest, onto the learner mesh; returns its step, too."""
   folder = pathlib.Path(experiment.options.output.run_dir) / "checkpoints"
-  with contextlib.closing(experiment.make_checkpointer(folder)) as checkpoints:
+  with contextlib.closing(experiment.make_checkpointer(folder, read_only=True)) as checkpoints:
     params = checkpoints.restore_params(learner.abstract().params, step)
     for damage in checkpoints.skipped.values():
       print(f"damaged: {damage}", file=sys.stderr)

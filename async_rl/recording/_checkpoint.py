@@ -47,13 +47,15 @@ class Checkpointer:
     folder: the folder of the checkpoints; made if missing.
     keep: the number of checkpoints to keep, the newest ones.
     fingerprint: a JSON-like mapping that describes the model; checkpoints with another one are refused.
+    read_only: whether to leave unfinished saves alone, which may be in progress in another process. Otherwise they are
+      taken for those of a process that was killed, and deleted.
 
   Attributes:
     restored_step: the step of the checkpoint that was read last.
     skipped: one sentence by step for each damaged checkpoint that was passed over for it.
   """
 
-  def __init__(self, folder: pathlib.Path | str, *, keep: int, fingerprint: Mapping[str, Any]):
+  def __init__(self, folder: pathlib.Path | str, *, keep: int, fingerprint: Mapping[str, Any], read_only: bool = False):
     self.folder = pathlib.Path(folder).absolute()
     self._fingerprint = json.loads(json.dumps(fingerprint))
     self._base_folder = self.folder.with_name("base")
@@ -61,7 +63,7 @@ class Checkpointer:
     self.restored_step: int | None = None
     self.skipped: dict[int, str] = {}
     options = ocp.CheckpointManagerOptions(
-      preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
+      preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=not read_only
     )
     handlers = {
       "params": ocp.StandardCheckpointHandler(),

@@ -1,4 +1,4 @@
-"""A reward model in the place of a reward function."""
+"""A reward model used in place of a reward function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from async_rl.types import Prompt
 
 
 class TextLimits(NamedTuple):
-  """Tokens of a prompt and of a completion, the end token included."""
+  """Maximum numbers of tokens of a prompt and of a completion, the end token included."""
 
   prompt: int
   completion: int
@@ -32,7 +32,7 @@ class TextLimits(NamedTuple):
 def encode_text(
   tokenizer: models.Tokenizer, prompt: str | list[dict[str, str]], text: str
 ) -> tuple[list[int], list[int]]:
-  """Tokens of a prompt and of a completion that has ended: what a reward model is trained on and asked for."""
+  """Returns the tokens of a prompt and of a finished completion, as a reward model is trained on and scores them."""
   return tokenizer.encode_prompt(prompt), [*tokenizer.encode(text), tokenizer.stop_ids[0]]
 
 
@@ -42,7 +42,7 @@ class _Job(NamedTuple):
 
 
 class RewardModelScorer:
-  """Scores completions by a reward model; a `tasks.Scorer`, so a run takes it in the place of its `RewardPool`.
+  """Scores completions by a reward model; a `tasks.Scorer`, so a run can use it in place of its `RewardPool`.
 
   A thread scores what waits, up to `rows` texts of about the same length at a time, in one of a few fixed shapes that
   are compiled at the start. The score of a text does not depend on the texts beside it, so that runs can be repeated
@@ -52,13 +52,13 @@ class RewardModelScorer:
   Args:
     model: the architecture; one device runs it whole.
     params: its parameters; they are copied to `device` in the compute dtype.
-    tokenizer: of the model.
-    limits: longest prompt and completion. Completions whose text takes more tokens, which happens if they were not
-      drawn in the way in which the tokenizer writes them, are cut off there.
-    rows: texts in a batch.
-    lengths: how many batch shapes there are.
-    missing_end: reward of completions that did not end, which the model is not asked for.
-    device: where to run; default the first.
+    tokenizer: the model's tokenizer.
+    limits: the longest prompt and completion. Longer completions are truncated. (Re-encoding can lengthen a text that
+      was sampled with a non-canonical tokenization.)
+    rows: the number of texts in a batch.
+    lengths: the number of batch shapes.
+    missing_end: the reward assigned to unfinished completions, which are not scored by the model.
+    device: the device that runs the model; `None` is the first.
   """
 
   def __init__(
@@ -75,8 +75,11 @@ class RewardModelScorer:
   ):
     if rows < 1 or lengths < 1:
       raise ValueError(f"rows and lengths must be at least 1, got rows={rows}, lengths={lengths}.")
-    self._model, self._tokenizer, self._limits = model, tokenizer, limits
-    self._rows, self._missing_end = rows, missing_end
+    self._model = model
+    self._tokenizer = tokenizer
+    self._limits = limits
+    self._rows = rows
+    self._missing_end = missing_end
     self._device = device or jax.devices()[0]
     self._params = jax.device_put(jax.jit(functools.partial(models.as_used, dtype=model.dtype))(params), self._device)
     self.lengths = tuple(sorted({-(-sum(limits) * i // lengths) for i in range(1, lengths + 1)}))

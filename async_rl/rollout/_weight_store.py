@@ -50,7 +50,8 @@ class WeightStore:
     self._monitor = Monitor("the weight store")
     self._newest: tuple[int, Params] = (-1, None)
     self._published = -1
-    self._push_seconds, self._push_bytes = 0.0, 0
+    self._push_seconds = 0.0
+    self._push_bytes = 0
     self._ready_at = math.inf
     self._pushing = False
 
@@ -99,24 +100,25 @@ class WeightStore:
 
   @property
   def ready_at(self) -> float:
-    """When (`time.monotonic`) the learner had computed the newest weights; infinity while it still does."""
+    """The time (`time.monotonic`) at which the learner had computed the newest weights; infinity while it computes."""
     return self._ready_at
 
   @property
   def push_seconds(self) -> float:
-    """How long the last push took, from ready on the learner mesh to ready on the generation mesh."""
+    """The seconds of the last push, from ready on the learner mesh to ready on the generation mesh."""
     return self._push_seconds
 
   @property
   def push_bytes(self) -> int:
-    """Size of what the last push moved, each array counted once however many devices have it."""
+    """The size of the arrays that the last push moved, each counted once however many devices have it."""
     return self._push_bytes
 
   def close(self) -> None:
     """Wakes all waiters and releases the parameters."""
     self._monitor.close()
     self._thread.shutdown()
-    self._newest, self._frozen = (-1, None), None
+    self._newest = (-1, None)
+    self._frozen = None
 
   def _push(self, version: int, staged: Params) -> None:
     try:

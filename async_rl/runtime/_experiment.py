@@ -183,11 +183,11 @@ class Experiment:
     prompts = self.task.prompts("test")[:count] if count else []
     return self._check(prompts).select(prompts)
 
-  def make_checkpointer(self, folder: pathlib.Path | str) -> Checkpointer:
-    """Opens the checkpoints in `folder`, which are refused if they are of another model."""
+  def make_checkpointer(self, folder: pathlib.Path | str, *, read_only: bool = False) -> Checkpointer:
+    """Opens the checkpoints in `folder`, which are refused if they are of another model; see `Checkpointer`."""
     lora = self.policy.lora
     model = {"model": dataclasses.asdict(self.policy.config), "lora": lora and dataclasses.asdict(lora)}
-    return Checkpointer(folder, keep=self.options.output.keep, fingerprint=model)
+    return Checkpointer(folder, keep=self.options.output.keep, fingerprint=model, read_only=read_only)
 
 
 def _check_numbers(options: dict[str, Any]) -> None:

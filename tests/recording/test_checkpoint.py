@@ -188,6 +188,17 @@ def test_damaged_checkpoint_is_named(saved, mesh):
   checkpointer.close()
 
 
+def test_reading_leaves_a_save_in_progress_alone(saved):
+  folder, _ = saved
+  Checkpointer(folder, keep=1, fingerprint=MODEL, read_only=True).close()
+  unfinished = folder / "5.orbax-checkpoint-tmp-1"
+  unfinished.mkdir()
+  Checkpointer(folder, keep=1, fingerprint=MODEL, read_only=True).close()
+  assert unfinished.exists()
+  Checkpointer(folder, keep=1, fingerprint=MODEL).close()
+  assert not unfinished.exists()
+
+
 def test_parameters_that_are_not_finite_are_never_saved(saved):
   folder, state = saved
   checkpointer = Checkpointer(folder, keep=1, fingerprint=MODEL)
