@@ -189,13 +189,14 @@ def test_damaged_checkpoint_is_named(saved, mesh):
 
 
 def test_reading_leaves_a_save_in_progress_alone(saved):
-  folder, _ = saved
-  Checkpointer(folder, keep=1, fingerprint=MODEL, read_only=True).close()
+  folder, state = saved
   unfinished = folder / "5.orbax-checkpoint-tmp-1"
   unfinished.mkdir()
   Checkpointer(folder, keep=1, fingerprint=MODEL, read_only=True).close()
   assert unfinished.exists()
-  Checkpointer(folder, keep=1, fingerprint=MODEL).close()
+  checkpointer = Checkpointer(folder, keep=1, fingerprint=MODEL)
+  checkpointer.save(6, state, {})  # waits for the removal
+  checkpointer.close()
   assert not unfinished.exists()
 
 
