@@ -130,7 +130,7 @@ def test_a_resume_on_another_base_is_refused(tmp_path):
   runtime.train(make("mine"))
   runtime.train(make("other", start=None))
   shutil.move(tmp_path / "mine" / "base", tmp_path / "kept")
-  with pytest.raises(recording.CheckpointError, match="were trained on are missing: bring .*base back"):
+  with pytest.raises(recording.CheckpointError, match="were trained on are missing: restore .*base"):
     runtime.train(make("mine", steps=2))
   shutil.copytree(tmp_path / "other" / "base", tmp_path / "mine" / "base")
   with pytest.raises(recording.CheckpointError, match=r"adapters of other weights than those in .*base \(checksum"):
