@@ -245,6 +245,8 @@ MINE = """
 
 import dataclasses
 
+from async_rl import learning
+from async_rl import losses
 from async_rl import runtime
 from async_rl import tasks
 from experiments.configs import quickstart
