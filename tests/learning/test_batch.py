@@ -51,12 +51,12 @@ def test_segments_of_a_row_are_distinct():
 
 
 def test_long_sequences_are_placed_first():
-  """Lengths 2, 2, 3, 3, 5, 5 fill two rows of ten; in their own order they would take three."""
-  lengths = (2, 2, 3, 3, 5, 5)
-  group = make_groups(groups=1, samples=6)[0]
+  """Lengths 4, 4, 6, 6 fill two rows of ten; in their own order they would take three."""
+  lengths = (4, 4, 6, 6)
+  group = make_groups(groups=1, samples=4)[0]
   completions = [c._replace(**_cut(c, length - 1)) for c, length in zip(group.completions, lengths, strict=True)]
   group = group._replace(completions=tuple(completions), request=group.request._replace(tokens=np.ones(1, np.int32)))
-  shape = learning.BatchShape(sequences=6, row_tokens=10, rows=1, completion_tokens=9, micro_batches=2)
+  shape = learning.BatchShape(sequences=4, row_tokens=10, rows=1, completion_tokens=9, micro_batches=2)
   batch = learning.pack([group], shape)
   assert batch.used == 2
   assert np.all(batch.segments > 0)
