@@ -22,9 +22,11 @@ class Options:
   #: Least and most numbers of a problem.
   numbers: tuple[int, int] = (3, 4)
   #: Policy loss, a name in `losses.CORRECTIONS`.
-  objective: str = "sequence_tis"
+  objective: str = "topr"
   #: Advantages, a name in `losses.ADVANTAGES`.
   advantages: str = "dr_grpo"
+  #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
+  aggregate: str | None = "sequence_mean"
   #: Learning rate of AdamW.
   learning_rate: float = 1e-5
   pretrained: Pretrained = Pretrained()
@@ -46,15 +48,11 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=weights.tokenizer(),
     policy=weights.policy(),
     start=weights.load,
-    objective=learning.objective(options.objective, advantages=options.advantages),
-    optimizer=stabilizers.control_alignment(
-      optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),
-        stabilizers.scale_by_ess(power=0.5, on_policy_ratio=0.7),
-      ),
-      low=0.2,
-      high=0.8,
+    objective=learning.objective(options.objective, advantages=options.advantages, aggregate=options.aggregate),
+    optimizer=optax.chain(
+      optax.clip_by_global_norm(1.0),
+      optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),
+      stabilizers.scale_by_ess(power=0.5, on_policy_ratio=0.7),
     ),
   )
 

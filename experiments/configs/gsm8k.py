@@ -29,19 +29,17 @@ class Options:
   #: Learning rate of supervised training.
   supervised_rate: float = 1e-4
   #: Policy loss, a name in `losses.CORRECTIONS`.
-  objective: str = "sequence_tis"
+  objective: str = "topr"
   #: Advantages, a name in `losses.ADVANTAGES`.
   advantages: str = "dr_grpo"
+  #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
+  aggregate: str | None = "sequence_mean"
   #: Learning rate of AdamW.
   learning_rate: float = 1e-5
-  #: Gradient alignment up to which a gradient is kept.
-  align_low: float = 0.2
-  #: Gradient alignment from which a step is skipped.
-  align_high: float = 0.8
   #: Exponent of the effective-sample-size scaling of the learning rate.
   ess_power: float = 0.5
   #: Effective sample size, as a share of the batch, that counts as on-policy: bfloat16 alone brings it to 0.7 here.
-  ess_reference: float = 0.7
+  on_policy_ratio: float = 0.7
   pretrained: Pretrained = Pretrained()
   training: runtime.Training = runtime.Training(groups=32, samples=16)
   rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=320, max_completion_tokens=256, slots=512)
@@ -60,15 +58,11 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=weights.tokenizer(),
     policy=weights.policy(),
     start=runtime.SupervisedStage(options.supervised_steps, options.supervised_rate, start=weights.load),
-    objective=learning.objective(options.objective, advantages=options.advantages),
-    optimizer=stabilizers.control_alignment(
-      optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),
-        stabilizers.scale_by_ess(options.ess_power, options.ess_reference),
-      ),
-      low=options.align_low,
-      high=options.align_high,
+    objective=learning.objective(options.objective, advantages=options.advantages, aggregate=options.aggregate),
+    optimizer=optax.chain(
+      optax.clip_by_global_norm(1.0),
+      optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),
+      stabilizers.scale_by_ess(options.ess_power, options.on_policy_ratio),
     ),
   )
 

@@ -25,15 +25,13 @@ class Options:
   #: Accuracy of samples at which the supervised warm start stops.
   warm_accuracy: float = 0.2
   #: Policy loss, a name in `losses.CORRECTIONS`.
-  objective: str = "sequence_tis"
+  objective: str = "topr"
   #: Advantages, a name in `losses.ADVANTAGES`.
   advantages: str = "dr_grpo"
+  #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
+  aggregate: str | None = "sequence_mean"
   #: Learning rate of AdamW.
   learning_rate: float = 2e-4
-  #: Gradient alignment up to which a gradient is kept.
-  align_low: float = 0.2
-  #: Gradient alignment from which a step is skipped.
-  align_high: float = 0.8
   #: Exponent of the effective-sample-size scaling of the learning rate.
   ess_power: float = 0.5
   training: runtime.Training = runtime.Training(groups=16, samples=8)
@@ -62,15 +60,11 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
     policy=models.Policy(config, dtype="float32"),
     start=runtime.SupervisedStage(steps=5000, learning_rate=2e-3, accuracy=options.warm_accuracy),
-    objective=learning.objective(options.objective, advantages=options.advantages),
-    optimizer=stabilizers.control_alignment(
-      optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 20), b2=0.999, weight_decay=0.0),
-        stabilizers.scale_by_ess(options.ess_power),
-      ),
-      low=options.align_low,
-      high=options.align_high,
+    objective=learning.objective(options.objective, advantages=options.advantages, aggregate=options.aggregate),
+    optimizer=optax.chain(
+      optax.clip_by_global_norm(1.0),
+      optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 20), b2=0.999, weight_decay=0.0),
+      stabilizers.scale_by_ess(options.ess_power),
     ),
   )
 
