@@ -164,8 +164,8 @@ def second_moment_threshold(log_ratios: ArrayLike, mask: ArrayLike, *, budget: f
     stays and the first that does not, so the rounding of another program does not move a token across.
 
   >>> ratios = jnp.array([[0.1, 0.2, 0.3, 0.5]])  # .01 and .04 fit, with .09 the mean would be .047
-  >>> second_moment_threshold(ratios, jnp.ones((1, 4), bool))
-  Array(0.065, dtype=float32)
+  >>> print(f"{second_moment_threshold(ratios, jnp.ones((1, 4), bool)):.3f}")
+  0.065
   """
   check_mask(mask, log_ratios=log_ratios)
   squares = jnp.sort(jnp.where(mask, jnp.asarray(log_ratios, jnp.float32) ** 2, jnp.inf), axis=None)

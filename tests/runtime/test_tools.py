@@ -82,7 +82,7 @@ def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   assert all(r["tools/calls"] == 8 * (r["tools/turns"] - 1) for r in rows)
   assert rows[-1]["tools/failures"] == 0
   last = list(recording.read_metrics(tmp_path / "simulated" / "metrics.jsonl"))[-1]
-  rewards = evaluate.score(experiment, simulated.params, experiment.task.prompts("test")[:4], 1, temperature=0.0)
+  rewards, _ = evaluate.score(experiment, simulated.params, experiment.task.prompts("test")[:4], 1, temperature=0.0)
   np.testing.assert_allclose(rewards.mean(), last["eval/accuracy"], rtol=1e-6)
 
 
