@@ -57,8 +57,8 @@ class Sizes:
     """Returns random prompts of many lengths."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, self.prompt + 1, self.groups)
-    draw = lambda size: rng.integers(0, vocab_size, size).astype(np.int32)
-    return [Request(i, draw(size), Prompt(i, "", None)) for i, size in enumerate(lengths)]
+    prompts = [np.asarray(rng.integers(0, vocab_size, size), np.int32) for size in lengths]
+    return [Request(i, tokens, Prompt(i, "", None)) for i, tokens in enumerate(prompts)]
 
 
 def meshes_of(devices: Sequence[jax.Device]) -> Iterator[dict[str, int]]:
