@@ -53,9 +53,9 @@ class RolloutBuffer:
 
   def __init__(self, groups_per_step: int, max_lag: int, *, steps: int | None = None, limit: int | None = None):
     if groups_per_step < 1:
-      raise ValueError(f"groups_per_step must be >= 1, got groups_per_step={groups_per_step}")
+      raise ValueError(f"*groups_per_step* must be at least 1, got groups_per_step={groups_per_step}.")
     if max_lag < 0:
-      raise ValueError(f"max_lag must be >= 0, got max_lag={max_lag}")
+      raise ValueError(f"*max_lag* must be at least 0, got max_lag={max_lag}.")
     if limit is not None and limit < groups_per_step:
       raise ValueError(f"limit={limit} prompts cannot fill one step of groups_per_step={groups_per_step} groups")
     self.groups_per_step = groups_per_step
@@ -177,7 +177,7 @@ class RolloutBuffer:
 
   @property
   def closed(self) -> bool:
-    """Whether `close` was called."""
+    """Returns whether `close` was called."""
     return self._monitor.closed
 
   def raise_error(self) -> None:
@@ -185,7 +185,7 @@ class RolloutBuffer:
     self._monitor.raise_error()
 
   def counts(self) -> dict[str, int]:
-    """Groups by state: `submitted` (failed ones excluded), `pending`, `complete`, `trained`, `failed`."""
+    """Returns the number of groups by state: `submitted` (without failed ones), `pending`, `complete`, `trained`, ..."""
     with self._monitor:
       return {
         "submitted": self._submitted,
@@ -196,12 +196,12 @@ class RolloutBuffer:
       }
 
   def failures(self) -> dict[str, int]:
-    """Failed groups by reason."""
+    """Returns the number of failed groups by reason."""
     with self._monitor:
       return dict(self._failures)
 
   def groups(self) -> list[Group]:
-    """The complete groups that wait to be trained, ordered by ticket."""
+    """Returns the complete groups that wait to be trained, ordered by ticket."""
     with self._monitor:
       return [self._complete[ticket] for ticket in sorted(self._complete)]
 
@@ -271,13 +271,13 @@ class RolloutBuffer:
     return ticket
 
   def _remaining(self) -> float:
-    """How many more groups could be submitted if all of those out succeeded."""
+    """Returns the number of groups that could still be submitted if all unfinished ones succeeded."""
     tickets = math.inf if self._limit is None else self._limit - self._next_ticket
     groups = math.inf if self._steps is None else self._steps * self.groups_per_step - self._submitted
     return max(0, min(tickets, groups))
 
   def _choose(self) -> list[int] | None:
-    """The most urgent complete groups, if they can be trained now. No other choice can if these cannot."""
+    """Returns the most urgent complete groups if they can be trained now; if these cannot, no other choice can."""
     if len(self._complete) < self.groups_per_step:
       return None
     urgent = heapq.nsmallest(self.groups_per_step, self._complete, key=lambda ticket: (self._stamps[ticket], ticket))

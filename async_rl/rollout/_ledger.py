@@ -1,4 +1,4 @@
-"""The ledger: what became of every token that was generated."""
+"""The ledger: the account in which every generated token ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Ledger:
 
   Every generated token ends in one account: `trained`; `masked/<reason>` (in a trained batch, but out of its loss);
   `stale` (beyond the lag bound: always 0 unless the bound is broken on purpose); `failed/<reason>` (its group was
-  given up). Until then it is saved: with the sampler, in the buffer or in a checkpoint. `balance` compares this
-  remainder with what those places really hold.
+  given up). Until then it is saved: in the sampler, in the buffer or in a checkpoint. `balance` compares this
+  remainder with the tokens that those places hold.
   """
 
   def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Ledger:
       self._ended[f"failed/{reason}"] += _checked(tokens)
 
   def counts(self) -> dict[str, int]:
-    """Tokens by account, with `generated` and `saved` (generated and not yet ended)."""
+    """Returns the tokens by account, with `generated` and `saved` (generated and not yet ended)."""
     with self._lock:
       return {"generated": self._generated, **self._ended, "saved": self._generated - self._ended.total()}
 
@@ -52,7 +52,7 @@ class Ledger:
     """Checks that no token is lost or counted twice.
 
     Args:
-      saved: tokens that the sampler, the buffer and whatever lies between them hold, counted there.
+      saved: the tokens that the sampler, the buffer and the places between them hold, counted there.
 
     Raises:
       AssertionError: if the accounts do not add up; the message lists them.
@@ -60,11 +60,11 @@ class Ledger:
     counts = self.counts()
     if counts["saved"] != saved:
       raise AssertionError(
-        f"the ledger does not balance: {counts['saved']} tokens should be saved, {saved} are: {counts}"
+        f"The ledger does not balance: {counts['saved']} tokens should be saved, {saved} are: {counts}."
       )
 
   def state(self) -> dict[str, Any]:
-    """The accounts as numbers, for a checkpoint."""
+    """Returns the accounts as numbers, for a checkpoint."""
     with self._lock:
       return {"generated": self._generated, "ended": dict(self._ended)}
 
@@ -72,9 +72,9 @@ class Ledger:
     """Continues from a checkpoint.
 
     Args:
-      state: what `state` returned.
-      saved: tokens that came back with the checkpoint. The others that were saved then, of unfinished sequences, are
-        entered as failed by the restart.
+      state: the return value of `state`.
+      saved: the tokens that the checkpoint brought back. The other saved tokens, of unfinished sequences, are entered
+        as failed by the restart.
     """
     with self._lock:
       self._generated = state["generated"]
@@ -86,5 +86,5 @@ class Ledger:
 
 def _checked(tokens: int) -> int:
   if tokens < 0:
-    raise ValueError(f"a number of tokens must be >= 0, got {tokens}")
+    raise ValueError(f"*tokens* must be at least 0, got tokens={tokens}.")
   return int(tokens)

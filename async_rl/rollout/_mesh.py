@@ -30,8 +30,8 @@ class Meshes(NamedTuple):
   """The devices by role.
 
   Attributes:
-    generation: local devices of this process that sample.
-    learner: devices of all processes that train.
+    generation: the local devices of this process that sample.
+    learner: the devices of all processes that train.
     colocated: whether both roles share the devices.
   """
 
@@ -50,12 +50,12 @@ def make_meshes(
   """Splits the devices by role.
 
   Args:
-    generation: how many devices of each host sample: a number, or a fraction below 1 of the host's devices. 0: all
-      devices have both roles. None: half of them, all where a host has one.
-    fsdp: size of the learner's fsdp axis; its data axis takes the devices that are left. Generation meshes have fsdp 1,
+    generation: the number of devices of each host that sample, or a fraction below 1 of the host's devices. 0 gives all
+      devices both roles; None takes half of them, or all where a host has one.
+    fsdp: the size of the learner's fsdp axis; its data axis takes the remaining devices. Generation meshes have fsdp 1,
       since decoding would gather the parameters for every token.
-    tensor: size of the tensor axis of both meshes.
-    devices: all devices of all processes; default `jax.devices()`.
+    tensor: the size of the tensor axis of both meshes.
+    devices: all devices of all processes; the default is `jax.devices()`.
 
   Raises:
     ValueError: if the split leaves a role without devices, or axis sizes do not divide the number of devices.
@@ -69,7 +69,7 @@ def make_meshes(
 
 
 def split_devices(devices: Sequence[D], generation: float | None, process_index: int) -> tuple[list[D], list[D]]:
-  """The devices on which process `process_index` samples, and those of all processes that learn.
+  """Returns the devices on which process `process_index` samples, and those of all processes that learn.
 
   Both are in order of process and id. See `make_meshes` for `generation`.
   """
@@ -94,7 +94,7 @@ def split_devices(devices: Sequence[D], generation: float | None, process_index:
 
 
 def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1, role: str = "mesh") -> Mesh:
-  """A mesh of `AXES` over the devices in their order; `role` names it in errors."""
+  """Returns a mesh of `AXES` over the devices in their order; `role` names it in errors."""
   if fsdp < 1 or tensor < 1 or len(devices) % (fsdp * tensor):
     raise ValueError(
       f"the {role} mesh has {len(devices)} devices, which fsdp={fsdp} times tensor={tensor} does not divide: "
@@ -105,5 +105,5 @@ def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1, 
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Sharding of arrays that every device has whole."""
+  """Returns the sharding of arrays that every device has whole."""
   return NamedSharding(mesh, PartitionSpec())

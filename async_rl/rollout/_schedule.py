@@ -1,4 +1,4 @@
-"""When things happened in an asynchronous run, and which lags a simulated run has.
+"""The schedule of an asynchronous run, and the lags of a simulated one.
 
 A schedule is a list of events, recorded where they take effect::
 
@@ -7,7 +7,7 @@ A schedule is a list of events, recorded where they take effect::
     ("answer", ticket, sample) the task answered a sample, which went on or ended
     ("chunk",)                 the sampler decoded a chunk of tokens
     ("train", v, [tickets])    the learner trained these groups at version v
-    ("resume",)                a checkpoint was resumed; what was in flight was computed anew
+    ("resume",)                a checkpoint was resumed; unfinished work was computed again
 
 Replaying them one by one gives the same tokens and the same updates, on one thread.
 """
@@ -39,8 +39,8 @@ class ScheduleRecorder:
 
   Args:
     path: the file; created if missing.
-    position: number of events to keep of an earlier run, as `position` was at the checkpoint that is resumed. Later
-      ones, whose effects the checkpoint does not have, are cut off.
+    position: the number of events to keep of an earlier run: the `position` at the resumed checkpoint. Later events,
+      whose effects the checkpoint does not have, are cut off.
 
   Raises:
     ValueError: if the file has fewer events than `position`.
@@ -55,7 +55,9 @@ class ScheduleRecorder:
       with open(path, "rb") as earlier:
         lines = list(itertools.islice(earlier, position))
       if len(lines) < position:
-        raise ValueError(f"{path} has {len(lines)} events, but the checkpoint was made after {position}")
+        raise ValueError(
+          f"{path} has {len(lines)} events, but the checkpoint was made after {position}; restore the file."
+        )
       kept = sum(map(len, lines))
     self._file = open(path, "ab")  # noqa: SIM115, closed by `close`
     self._file.truncate(kept)
@@ -91,28 +93,28 @@ def read_schedule(path: str | os.PathLike[str]) -> Iterator[Event]:
   """Yields the events of a recorded schedule.
 
   Raises:
-    ValueError: at a line that is no event; the message has its number.
+    ValueError: at a line that is not an event; the message gives its number.
   """
   with pathlib.Path(path).open() as lines:
     for number, line in enumerate(lines, start=1):
       try:
         kind, *details = json.loads(line)
       except ValueError as error:
-        raise ValueError(f"{path}, line {number}: {line[:80]!r} is no event of a schedule") from error
+        raise ValueError(f"{path}, line {number}: {line[:80]!r} is not an event of a schedule.") from error
       yield (kind, *details)
 
 
 @dataclasses.dataclass(frozen=True)
 class LagDistribution:
-  """Lag of each step of a simulated run. A pure function of seed and step, so it needs no state to resume.
+  """The lag of each step of a simulated run: a pure function of seed and step, so it needs no state to resume.
 
   Attributes:
     max_lag: the largest lag, >= 0.
     kind: "fixed": always max_lag. "uniform": 0 to max_lag, equally likely. "heavy": P(lag >= n) = (1 + n)^-tail,
-      cut off at max_lag: mostly fresh, now and then very old. "rounds": 0, 1, ..., max_lag and again, because
+      cut off at max_lag: mostly fresh, sometimes very old. "rounds": 0, 1, ..., max_lag and again, because
       max_lag + 1 batches are sampled at a time (the off-policyness N = max_lag + 1 of Asynchronous RLHF).
-    seed: of the random kinds.
-    tail: exponent of "heavy"; smaller is heavier.
+    seed: the seed of the random kinds.
+    tail: the exponent of "heavy"; smaller is heavier.
   """
 
   max_lag: int
@@ -122,14 +124,14 @@ class LagDistribution:
 
   def __post_init__(self):
     if self.max_lag < 0:
-      raise ValueError(f"max_lag must be >= 0, got max_lag={self.max_lag}")
+      raise ValueError(f"*max_lag* must be at least 0, got max_lag={self.max_lag}.")
     if self.kind not in LAG_KINDS:
-      raise ValueError(f"kind of lag must be one of {', '.join(LAG_KINDS)}, got kind={self.kind!r}")
+      raise ValueError(f"*kind* must be one of {', '.join(LAG_KINDS)}, got kind={self.kind!r}.")
     if not self.tail > 0:
-      raise ValueError(f"tail must be > 0, got tail={self.tail}")
+      raise ValueError(f"*tail* must be above 0, got tail={self.tail}.")
 
   def lag(self, step: int) -> int:
-    """Lag that step `step` should have (it is less at the very start, where nothing so old exists)."""
+    """Returns the intended lag of `step` (it is less at the very start, where nothing so old exists)."""
     if self.kind == "fixed":
       return self.max_lag
     if self.kind == "rounds":
@@ -140,7 +142,7 @@ class LagDistribution:
     return int(min(self.max_lag, math.floor((1 - uniform) ** (-1 / self.tail) - 1)))
 
   def source_version(self, step: int) -> int:
-    """Version of the weights that sample the batch of `step`."""
+    """Returns the version of the weights that sample the batch of `step`."""
     return max(0, step - self.lag(step))
 
   def steps_due(self, version: int) -> list[int]:

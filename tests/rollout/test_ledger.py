@@ -28,7 +28,7 @@ def test_every_token_ends_in_one_account():
   ledger.balance(saved=22)
   with pytest.raises(AssertionError, match=r"22 tokens should be saved, 21 are: .*'trained': 55"):
     ledger.balance(saved=21)
-  with pytest.raises(ValueError, match="must be >= 0, got -1"):
+  with pytest.raises(ValueError, match="must be at least 0, got tokens=-1"):
     ledger.trained(-1)
 
 
@@ -48,7 +48,7 @@ def test_balances_across_a_restart():
   assert resumed.counts()["failed/restart"] == 12
   resumed.balance(saved=18)
 
-  with pytest.raises(ValueError, match="must be >= 0, got -1"):
+  with pytest.raises(ValueError, match="must be at least 0, got tokens=-1"):
     Ledger().restore(state, saved=31)
 
 

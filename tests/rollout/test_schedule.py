@@ -63,7 +63,7 @@ def test_threads_lose_no_event(tmp_path):
 
 def test_broken_line_is_named(tmp_path):
   (tmp_path / "schedule.jsonl").write_text('["chunk"]\nnot json\n')
-  with pytest.raises(ValueError, match=r"schedule.jsonl, line 2: 'not json\\n' is no event"):
+  with pytest.raises(ValueError, match=r"schedule.jsonl, line 2: 'not json\\n' is not an event"):
     list(read_schedule(tmp_path / "schedule.jsonl"))
 
 
@@ -107,9 +107,9 @@ def test_lag_depends_on_seed_and_step_alone():
 
 
 def test_bad_distributions_are_refused():
-  with pytest.raises(ValueError, match="max_lag must be >= 0, got max_lag=-1"):
+  with pytest.raises(ValueError, match=r"\*max_lag\* must be at least 0, got max_lag=-1"):
     LagDistribution(-1)
   with pytest.raises(ValueError, match="got kind='pareto'"):
     LagDistribution(1, "pareto")
-  with pytest.raises(ValueError, match=r"tail must be > 0, got tail=0"):
+  with pytest.raises(ValueError, match=r"\*tail\* must be above 0, got tail=0"):
     LagDistribution(1, "heavy", tail=0)
