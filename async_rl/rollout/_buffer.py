@@ -185,7 +185,7 @@ class RolloutBuffer:
     self._monitor.raise_error()
 
   def counts(self) -> dict[str, int]:
-    """Returns the number of groups by state: `submitted` (without failed ones), `pending`, `complete`, `trained`, ..."""
+    """Returns the number of groups by state: `submitted` (not the failed), `pending`, `complete`, `trained`, …"""
     with self._monitor:
       return {
         "submitted": self._submitted,

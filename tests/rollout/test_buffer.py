@@ -413,9 +413,9 @@ def test_state_restores_equal_and_gives_pending_tickets_out_again():
 
 
 def test_misuse_is_refused():
-  with pytest.raises(ValueError, match="groups_per_step must be >= 1, got groups_per_step=0"):
+  with pytest.raises(ValueError, match=r"\*groups_per_step\* must be at least 1, got groups_per_step=0"):
     RolloutBuffer(0, 1)
-  with pytest.raises(ValueError, match="max_lag must be >= 0, got max_lag=-1"):
+  with pytest.raises(ValueError, match=r"\*max_lag\* must be at least 0, got max_lag=-1"):
     RolloutBuffer(1, -1)
   with pytest.raises(ValueError, match="limit=3 prompts cannot fill one step"):
     RolloutBuffer(4, 1, limit=3)
