@@ -60,6 +60,15 @@ def check_number(
     raise ValueError(f"*{name}* must be {wanted}, got {name}={value!r}{'; ' if remedy else ''}{remedy}.")
 
 
+def check_multiple(name: str, value: int, of: int, meaning: str) -> None:
+  """Raises a ValueError unless *value* is a multiple of *of*, which *meaning* describes."""
+  if value % of:
+    nearest = -(-value // of) * of
+    raise ValueError(
+      f"*{name}* must be a multiple of {of}, {meaning}, got {name}={value}; the next is {name}={nearest}."
+    )
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
   """Raises a ValueError unless *value* is one of *choices*."""
   if value not in choices:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
+from async_rl._validation import check_multiple
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
@@ -86,11 +87,7 @@ class Learner:
     self._reference: models.Params | None = None
     self._lag_edges = tuple(edge for edge in LAG_EDGES if max_lag is None or edge <= max_lag)
     self._row_devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    if shape.rows % self._row_devices:
-      raise ValueError(
-        f"rows={shape.rows} of a micro-batch cannot be divided over data*fsdp={self._row_devices} devices of the "
-        f"learner mesh; make rows a multiple of {self._row_devices}."
-      )
+    check_multiple("rows", shape.rows, self._row_devices, "the learner mesh's data times fsdp")
     replicated = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
     self.batch_shardings = Batch(by_row, by_row, by_row, *[replicated] * (len(Batch._fields) - 3))

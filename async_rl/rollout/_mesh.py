@@ -45,6 +45,7 @@ def make_meshes(
   *,
   fsdp: int = 1,
   tensor: int = 1,
+  generation_tensor: int | None = None,
   devices: Sequence[jax.Device] | None = None,
 ) -> Meshes:
   """Splits the devices by role.
@@ -54,16 +55,25 @@ def make_meshes(
       devices both roles; None takes half of them, or all where a host has one.
     fsdp: the size of the learner's fsdp axis; its data axis takes the remaining devices. Generation meshes have fsdp 1,
       since decoding would gather the parameters for every token.
-    tensor: the size of the tensor axis of both meshes.
+    tensor: the size of the learner's tensor axis.
+    generation_tensor: the size of the generation meshes' tensor axis; None takes `tensor`.
     devices: all devices of all processes; the default is `jax.devices()`.
 
   Raises:
-    ValueError: if the split leaves a role without devices, or axis sizes do not divide the number of devices.
+    ValueError: if the split leaves a role without devices, or axis sizes do not divide the number of devices; it names
+      the nearest sizes that do.
   """
   sampling, learning = split_devices(jax.devices() if devices is None else devices, generation, jax.process_index())
+  wanted = tensor if generation_tensor is None else generation_tensor
+  if wanted < 1 or len(sampling) % wanted:
+    nearest = _nearest_divisor(len(sampling), wanted)
+    raise ValueError(
+      f"*generation_tensor*, by default tensor, must divide the {len(sampling)} generation devices of a host, got "
+      f"generation_tensor={wanted}; the nearest that does is generation_tensor={nearest}."
+    )
   return Meshes(
-    generation=make_mesh(sampling, tensor=tensor, role="generation"),
-    learner=make_mesh(learning, fsdp=fsdp, tensor=tensor, role="learner"),
+    generation=make_mesh(sampling, tensor=wanted),
+    learner=make_mesh(learning, fsdp=fsdp, tensor=tensor),
     colocated=not set(sampling).isdisjoint(learning),
   )
 
@@ -93,15 +103,28 @@ def split_devices(devices: Sequence[D], generation: float | None, process_index:
   return local[size - count :] or local, [device for host in hosts.values() for device in host[: size - count]]
 
 
-def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1, role: str = "mesh") -> Mesh:
-  """Returns a mesh of `AXES` over the devices in their order; `role` names it in errors."""
-  if fsdp < 1 or tensor < 1 or len(devices) % (fsdp * tensor):
+def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1) -> Mesh:
+  """Returns a mesh of `AXES` over the devices in their order.
+
+  Raises:
+    ValueError: if fsdp times tensor does not divide the number of devices; it names the nearest sizes that do.
+  """
+  count = len(devices)
+  if fsdp < 1 or tensor < 1 or count % (fsdp * tensor):
+    near_tensor = _nearest_divisor(count, tensor)
+    near_fsdp = _nearest_divisor(count // near_tensor, fsdp)
     raise ValueError(
-      f"the {role} mesh has {len(devices)} devices, which fsdp={fsdp} times tensor={tensor} does not divide: "
-      "change these sizes or the number of devices"
+      f"*fsdp* times *tensor* must divide the {count} devices of the mesh, got fsdp={fsdp}, tensor={tensor}; the "
+      f"nearest that does is fsdp={near_fsdp}, tensor={near_tensor}."
     )
-  shape = (len(devices) // (fsdp * tensor), fsdp, tensor)
+  shape = (count // (fsdp * tensor), fsdp, tensor)
   return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _nearest_divisor(count: int, wanted: int) -> int:
+  """Returns the divisor of `count` that is nearest to `wanted`; of two, the larger, which splits memory further."""
+  divisors = [n for n in range(1, count + 1) if count % n == 0]
+  return min(divisors, key=lambda n: (abs(n - wanted), -n))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

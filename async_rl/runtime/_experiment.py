@@ -133,7 +133,12 @@ class Experiment:
       raise NotImplementedError(f"Runs on several hosts are not supported yet, got {jax.process_count()} processes.")
     devices = self.options.devices
     shared = self.options.schedule.mode == "sync"
-    return make_meshes(0 if shared else devices.generation_devices, fsdp=devices.fsdp, tensor=devices.tensor)
+    return make_meshes(
+      0 if shared else devices.generation_devices,
+      fsdp=devices.fsdp,
+      tensor=devices.tensor,
+      generation_tensor=devices.generation_tensor,
+    )
 
   def make_learner(self, mesh: jax.sharding.Mesh) -> learning.Learner:
     """Makes the learner on the learner mesh."""
@@ -152,10 +157,15 @@ class Experiment:
     return self.sampler(self.policy, config, self.tokenizer.stop_ids, self.tokenizer.pad_id, mesh)
 
   def make_evaluator(self, learner_mesh: jax.sharding.Mesh) -> sampling.Sampler:
-    """Makes a sampler for evaluations on the learner's devices, so that generation goes on and the weights stay put."""
+    """Makes a sampler for evaluations on the learner's devices, so that generation goes on and the weights stay put.
+
+    Weights are split as on generation meshes, as far as the number of devices allows. Slots are rounded up to it.
+    """
     local = [d for d in learner_mesh.devices.flat if d.process_index == jax.process_index()]
-    mesh = make_mesh(local, tensor=self.options.devices.tensor, role="evaluation")
-    return self.make_sampler(self.evaluation_config, mesh)
+    devices, config = self.options.devices, self.evaluation_config
+    mesh = make_mesh(local, tensor=math.gcd(len(local), devices.generation_tensor or devices.tensor))
+    data = mesh.shape["data"]
+    return self.make_sampler(dataclasses.replace(config, slots=-(-config.slots // data) * data), mesh)
 
   def make_stage_inputs(self, rewards: tasks.RewardPool) -> StageInputs:
     """Makes the objects of a run that stages may use; `rewards` asks the task."""

@@ -118,8 +118,10 @@ class Devices:
   generation_devices: int | None = None
   #: Size of the learner mesh's fsdp axis; the remaining devices are data parallel.
   fsdp: int = 1
-  #: Size of the tensor axis of both meshes.
+  #: Size of the learner mesh's tensor axis.
   tensor: int = 1
+  #: Size of the generation meshes' tensor axis; their other devices are data parallel. None: the same as tensor.
+  generation_tensor: int | None = None
   #: Rows of packed tokens in a micro-batch.
   rows: int = 8
   #: Tokens of a row; 0: longest prompt plus longest completion.
@@ -134,6 +136,8 @@ class Devices:
       check_number(name, getattr(self, name), whole=True, at_least=1)
     for name in ("row_tokens", "reward_workers"):
       check_number(name, getattr(self, name), whole=True, at_least=0)
+    if self.generation_tensor is not None:
+      check_number("generation_tensor", self.generation_tensor, whole=True, at_least=1)
     if self.generation_devices is not None:
       check_number("generation_devices", self.generation_devices, whole=True, at_least=0)
     check_number("reward_timeout", self.reward_timeout, above=0)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from async_rl._validation import check_multiple
 from async_rl.models import ROWS
 from async_rl.models import Cache
 from async_rl.models import Policy
@@ -58,10 +59,7 @@ class Programs:
     self._stop_ids = stop_ids
     axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
     self.shards = math.prod(mesh.shape[axis] for axis in axes)
-    if config.slots % self.shards:
-      raise ValueError(
-        f"slots must be a multiple of the mesh's data * fsdp size {self.shards}, got slots={config.slots}."
-      )
+    check_multiple("slots", config.slots, self.shards, "the generation mesh's data times fsdp")
     tensor = "tensor" in mesh.axis_names and policy.config.num_kv_heads % mesh.shape["tensor"] == 0
     self.whole = NamedSharding(mesh, PartitionSpec())
     self.rows = NamedSharding(mesh, PartitionSpec(axes))

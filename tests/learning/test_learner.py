@@ -207,7 +207,7 @@ def test_the_proximal_log_probabilities_are_those_that_the_loss_sees():
 
 
 def test_rows_that_the_mesh_cannot_divide_are_refused():
-  with pytest.raises(ValueError, match=r"rows=3 .* data\*fsdp=4"):
+  with pytest.raises(ValueError, match="multiple of 4, .* rows=3; the next is rows=4"):
     make_learner(shape_of(rows=3), make_mesh(data=2, fsdp=2))
 
 

@@ -6,7 +6,6 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from async_rl.rollout._mesh import make_mesh
 from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._mesh import split_devices
 
@@ -37,6 +36,9 @@ def test_axis_sizes():
   meshes = make_meshes(2, fsdp=3, tensor=2)
   assert dict(meshes.learner.shape) == {"data": 1, "fsdp": 3, "tensor": 2}
   assert dict(meshes.generation.shape) == {"data": 1, "fsdp": 1, "tensor": 2}
+  meshes = make_meshes(4, fsdp=4, generation_tensor=2)
+  assert dict(meshes.learner.shape) == {"data": 1, "fsdp": 4, "tensor": 1}
+  assert dict(meshes.generation.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
 
 
 def test_one_device_has_both_roles():
@@ -66,10 +68,19 @@ def test_impossible_split_is_refused(generation):
     make_meshes(generation)
 
 
-def test_indivisible_axes_are_refused():
-  with pytest.raises(ValueError, match="the generation mesh has 3 devices, which fsdp=1 times tensor=2"):
-    make_meshes(3, tensor=2)
-  with pytest.raises(ValueError, match="the learner mesh has 6 devices, which fsdp=4 times tensor=1"):
-    make_meshes(2, fsdp=4)
-  with pytest.raises(ValueError, match="fsdp=0"):
-    make_mesh(jax.devices(), fsdp=0)
+@pytest.mark.parametrize(
+  ("sizes", "message"),
+  [
+    (dict(generation=3, tensor=2), "the 3 generation .* generation_tensor=2; the nearest that does is .*=3"),
+    (dict(generation=2, generation_tensor=5), "the 2 generation .* generation_tensor=5; the nearest that does is .*=2"),
+    (dict(generation=2, generation_tensor=0), "generation_tensor=0; the nearest that does is .*=1"),
+    (dict(generation=2, fsdp=4), "the 6 devices .* fsdp=4, tensor=1; the nearest that does is fsdp=3, tensor=1"),
+    (dict(generation=4, fsdp=3, tensor=2), "fsdp=3, tensor=2; the nearest that does is fsdp=2, tensor=2"),
+    (dict(generation=2, fsdp=2, tensor=4, generation_tensor=2), "the nearest that does is fsdp=2, tensor=3"),
+    (dict(generation=4, fsdp=0), "fsdp=0, tensor=1; the nearest that does is fsdp=1, tensor=1"),
+  ],
+  ids=str,
+)
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(sizes, message):
+  with pytest.raises(ValueError, match=message):
+    make_meshes(**sizes)

@@ -31,6 +31,7 @@ from async_rl import runtime
     (dict(lag="hevy"), "lag='hevy', which is no file"),
     (dict(lag="fixd", mode="async"), "lag='fixd', which is no file"),
     (dict(generation_devices=-1), "generation_devices=-1"),
+    (dict(generation_tensor=0), "generation_tensor=0"),
     (dict(rows=0), "rows=0"),
     (dict(reward_workers=-1), "reward_workers=-1"),
     (dict(reward_timeout=math.nan), "reward_timeout=nan"),
@@ -91,3 +92,17 @@ def test_one_sample_is_refused_with_the_advantages_that_compare_a_group():
       refused.add(name)
   assert {"grpo", "dr_grpo", "rloo", "opo", "opob"} <= refused
   assert "reinforce" not in refused
+
+
+@pytest.mark.parametrize(("learners", "data", "tensor", "slots"), [(3, 3, 1, 9), (4, 2, 2, 8)])
+def test_evaluations_run_on_any_number_of_learner_devices(learners, data, tensor, slots):
+  """Slots are rounded up, and weights are split as for generation where that divides the devices."""
+  meshes, made = [], []
+  experiment = tiny(
+    generation_devices=8 - learners,
+    generation_tensor=5 if learners == 3 else 2,
+    sampler=lambda policy, config, stop_ids, pad_id, mesh: made.append(config) or meshes.append(mesh),
+  )
+  experiment.make_evaluator(experiment.make_meshes().learner)
+  assert made[0].slots == slots
+  assert dict(meshes[0].shape) == {"data": data, "fsdp": 1, "tensor": tensor}

@@ -299,8 +299,10 @@ def test_memory_stays_flat_over_300_steps(tmp_path):
   ("options", "message"),
   [
     (dict(max_prompt_tokens=3), "max_prompt_tokens=3"),
-    (dict(rows=3, generation_devices=4), r"rows=3 .* make rows a multiple of 4"),
-    (dict(slots=6, generation_devices=4), "slots must be a multiple"),
+    (dict(rows=3, generation_devices=4), "must be a multiple of 4, .* got rows=3; the next is rows=4"),
+    (dict(slots=6, generation_devices=4), "must be a multiple of 4, .* got slots=6; the next is slots=8"),
+    (dict(fsdp=4, generation_devices=2), "divide the 6 devices .* fsdp=4, tensor=1; the nearest that does is fsdp=3"),
+    (dict(generation_tensor=4, generation_devices=6), "got generation_tensor=4; .* is generation_tensor=3"),
     (dict(generation_devices=8), "generation_devices=8 of 8 devices"),
     (dict(row_tokens=17), "row_tokens=17"),
   ],

@@ -75,5 +75,5 @@ def test_prefixes_travel_once_and_not_once_per_sample(axes):
 def test_slots_that_the_mesh_cannot_divide_are_refused():
   policy, _ = make()
   mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-  with pytest.raises(ValueError, match="fsdp size 8, got slots=6"):
+  with pytest.raises(ValueError, match="multiple of 8, .* slots=6; the next is slots=8"):
     sampling.Engine(policy, CONFIG, STOPS, pad_id=0, mesh=mesh)
