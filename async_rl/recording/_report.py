@@ -1,67 +1,59 @@
-"""Reports: the curves of one run, or of several side by side."""
+"""Reports: the curves of one run, or of several side by side, and a table of the values that runs ended with."""
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 
 from async_rl.recording._metrics import read_metrics
+from async_rl.recording._plots import COMPARED
+from async_rl.recording._plots import PANELS
+from async_rl.recording._plots import Rows
+from async_rl.recording._plots import draw
+from async_rl.recording._plots import make_curve
+from async_rl.recording._plots import make_curves
 from async_rl.recording._run_folder import RunFolder
 
-if TYPE_CHECKING:
-  from matplotlib.axes import Axes
-  from matplotlib.figure import Figure
+Path = str | os.PathLike[str]
 
-
-class _Panel(NamedTuple):
-  """One plot: its metrics by label; comparisons of runs show the first only."""
-
-  title: str
-  unit: str
-  metrics: dict[str, str]
-  limits: tuple[float | None, float | None] = (None, None)
-
-
-class _Curve(NamedTuple):
-  label: str
-  steps: np.ndarray
-  values: np.ndarray
-
-
-_PANELS = (
-  _Panel("Reward", "mean of the batch", {"training": "reward/mean"}),
-  _Panel("Held-out accuracy", "mean reward", {"held out": "eval/accuracy"}),
-  _Panel("Lag", "optimizer steps", {"mean": "staleness/mean", "max": "staleness/max"}, (0, None)),
-  _Panel("Effective sample size", "share", {"sequences": "ess/sequence", "tokens": "ess/token"}, (0, 1.03)),
-  _Panel("Gradient alignment", "cosine to the previous", {"cosine": "grad/cosine_to_previous"}),
-  _Panel("Idle time", "share of the step", {"learner": "idle/learner", "generator": "idle/generator"}, (0, 1.03)),
+#: The columns of the table of final values: heading, metric, format.
+_FINAL = (
+  ("reward", "reward/mean", "{:.3f}"),
+  ("accuracy", "eval/accuracy", "{:.3f}"),
+  ("lag", "staleness/mean", "{:.1f}"),
+  ("ESS", "ess/sequence", "{:.2f}"),
+  ("entropy", "entropy", "{:.3f}"),
+  ("KL", "kl/behavior", "{:.2g}"),
+  ("tokens/s", "throughput/generated", "{:,.0f}"),
+  ("s/step", "time/step", "{:.3g}"),
 )
-#: Okabe and Ito's colors, told apart by the color-blind.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-#: Curves of more points than this are drawn faintly, with their running mean on top.
-_SMOOTH_FROM = 40
 
 
 def write_report(folder: RunFolder) -> pathlib.Path:
   """Draws the curves of a run to report.png in its folder, and returns its path; without metrics it says so there."""
-  rows = list(read_metrics(folder.metrics))
-  panels = [[_curve(label, metric, rows) for label, metric in panel.metrics.items()] for panel in _PANELS]
-  figure = _draw(panels)
-  figure.suptitle(folder.path.name if rows else f"{folder.path.name}: no metrics yet")
-  for axes, curves in zip(figure.axes, panels):
-    if len(curves) > 1 and axes.lines:
-      axes.legend(frameon=False)
-  figure.savefig(folder.report)
-  return folder.report
+  return _write_picture(folder.path.name, list(read_metrics(folder.metrics)), folder.report)
 
 
-def compare_runs(folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> pathlib.Path:
+def report_run(folder: Path, output: Path | None = None) -> pathlib.Path:
+  """Draws the curves of a run, which may still be going on, and returns the path of the picture.
+
+  Args:
+    folder: the folder of the run.
+    output: the path of the picture; its suffix determines the format. `None` is report.png in the folder.
+
+  Raises:
+    FileNotFoundError: if the folder holds no run, or its run has no metrics yet.
+    ValueError: if a line of the metrics is damaged; the message names it.
+  """
+  path = _absolute(folder)
+  return _write_picture(path.name, _read_run(path), pathlib.Path(output or path / "report.png"))
+
+
+def compare_runs(folders: Sequence[Path], output: Path) -> pathlib.Path:
   """Draws the curves of several runs into one picture and returns its path.
 
   Args:
@@ -69,73 +61,96 @@ def compare_runs(folders: Sequence[str | os.PathLike[str]], output: str | os.Pat
     output: the path of the picture; its suffix determines the format.
 
   Raises:
-    FileNotFoundError: if a run has no metrics.
+    FileNotFoundError, ValueError: as `report_run` does.
   """
-  paths = [pathlib.Path(folder) for folder in folders]
-  labels = [path.name for path in paths]
-  if len(set(labels)) < len(labels):
-    labels = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
-  runs = [(label, _read(path)) for label, path in zip(labels, paths)]
-  main = [next(iter(panel.metrics.values())) for panel in _PANELS]
-  panels = [[_curve(label, metric, rows) for label, rows in runs] for metric in main]
-  figure = _draw(panels)
-  for axes, panel in zip(figure.axes, _PANELS):
-    if len(panel.metrics) > 1:
-      axes.set_title(f"{panel.title}: {next(iter(panel.metrics))}", loc="left", fontweight="bold")
-  figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+  runs = _read_by_label(folders)
+  panels = []
+  for panel in COMPARED:
+    label, metric = next(iter(panel.metrics.items()))
+    title = f"{panel.title}: {label}" if len(panel.metrics) > 1 else panel.title
+    panels.append((panel._replace(title=title), [make_curve(name, metric, rows) for name, rows in runs.items()]))
+  figure = draw(panels)
+  handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
+  shown = [name for name in runs if name in handles]
+  figure.legend([handles[name] for name in shown], shown, loc="outside upper center", ncols=4, frameon=False)
   figure.savefig(output)
   return pathlib.Path(output)
 
 
-def _read(folder: pathlib.Path) -> list[dict[str, Any]]:
-  rows = list(read_metrics(folder / "metrics.jsonl"))
+def tabulate_final_values(folders: Sequence[Path]) -> str:
+  """Returns a table of the values that runs ended with: means over the last twentieth of their steps.
+
+  Accuracy is the last one that was measured. A dash stands for a value that was not.
+
+  Args:
+    folders: the folders of the runs.
+
+  Raises:
+    FileNotFoundError, ValueError: as `report_run` does.
+  """
+  table = [["run", "steps", *(heading for heading, _, _ in _FINAL)]]
+  for label, rows in _read_by_label(folders).items():
+    table.append([label, str(rows[-1]["step"]), *(_final_value(rows, metric, form) for _, metric, form in _FINAL)])
+  widths = [max(map(len, column)) for column in zip(*table)]
+  lines = []
+  for name, *values in table:
+    cells = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
+    lines.append("  ".join([name.ljust(widths[0]), *cells]))
+  return "\n".join(lines)
+
+
+def _final_value(rows: Rows, metric: str, form: str) -> str:
+  values = make_curve(metric, metric, rows).values
+  last = values[-1 if metric.startswith("eval/") else -math.ceil(len(values) / 20) :] if values.size else values
+  last = last[np.isfinite(last)]
+  return form.format(last.mean()) if last.size else "-"
+
+
+def _absolute(folder: Path) -> pathlib.Path:
+  return pathlib.Path(os.path.abspath(pathlib.Path(folder).expanduser()))
+
+
+def _read_by_label(folders: Sequence[Path]) -> dict[str, Rows]:
+  """Returns the rows of runs by the folders' names, or by as much of their paths as tells them apart."""
+  paths = [_absolute(folder) for folder in folders]
+  if len(set(paths)) < len(paths):
+    raise ValueError(f"the same run is given twice among {', '.join(map(str, folders))}: give each run once")
+  labels = [path.name for path in paths]
+  if len(set(labels)) < len(labels):
+    labels = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+  return {label: _read_run(path) for label, path in zip(labels, paths, strict=True)}
+
+
+def _read_run(path: pathlib.Path) -> Rows:
+  """Returns the rows of a run, of which there is at least one."""
+  file = path / "metrics.jsonl"
+  if not file.exists():
+    missing = f"{file.name} is missing" if path.is_dir() else "there is no such folder"
+    raise FileNotFoundError(f"{path} holds no run: {missing}")
+  try:
+    rows = list(read_metrics(file))
+  except ValueError as error:
+    raise ValueError(f"{error}; delete the line, or resume the run, which drops it") from error
   if not rows:
-    raise FileNotFoundError(f"{folder} has no metrics.jsonl with values: is it the folder of a run?")
+    raise FileNotFoundError(f"{path} has no metrics yet: {file.name} holds no complete line")
   return rows
 
 
-def _curve(label: str, metric: str, rows: list[dict[str, Any]]) -> _Curve:
-  points = {row["step"]: row[metric] for row in rows if metric in row}  # a step that was done twice counts as redone
-  return _Curve(label, np.asarray(list(points), float), np.asarray(list(points.values()), float))
-
-
-def _draw(panels: Sequence[Sequence[_Curve]]) -> Figure:
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(13, 6.5), dpi=110, layout="constrained")
-  grid = figure.subplots(2, 3, sharex=True)
-  for axes, panel, curves in zip(grid.flat, _PANELS, panels):
-    _draw_panel(axes, panel, [curve for curve in curves if np.isfinite(curve.values).any()])
-  for axes in grid[-1]:
-    axes.set_xlabel("optimizer step")
-  return figure
-
-
-def _draw_panel(axes: Axes, panel: _Panel, curves: Sequence[_Curve]) -> None:
-  axes.set_title(panel.title, loc="left", fontweight="bold")
-  axes.set_ylabel(panel.unit)
-  axes.grid(alpha=0.25)
-  axes.spines[["top", "right"]].set_visible(False)
-  for curve, color in zip(curves, _COLORS * (len(curves) // len(_COLORS) + 1)):
-    smooth = len(curve.steps) > _SMOOTH_FROM
-    axes.plot(
-      curve.steps,
-      _running_mean(curve.values) if smooth else curve.values,
-      label=curve.label,
-      color=color,
-      marker=None if smooth else ".",
-    )
-    if smooth:
-      axes.plot(curve.steps, curve.values, color=color, alpha=0.2, linewidth=0.8, zorder=1)
-  axes.set_ylim(*panel.limits)  # None: as the curves need it
-  if not curves:
-    axes.text(0.5, 0.5, "not measured", ha="center", va="center", color="gray", transform=axes.transAxes)
-
-
-def _running_mean(values: np.ndarray) -> np.ndarray:
-  """Centered mean over a twentieth of the curve, of the values that are finite; its windows are shorter at the ends."""
-  window = np.ones(2 * (len(values) // 40) + 1)
-  finite = np.isfinite(values)
-  total = np.convolve(np.where(finite, values, 0.0), window, mode="same")
-  count = np.convolve(finite.astype(float), window, mode="same")
-  return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+def _write_picture(title: str, rows: Rows, output: pathlib.Path) -> pathlib.Path:
+  figure = draw([(panel, make_curves(panel, rows)) for panel in PANELS])
+  figure.suptitle(title if rows else f"{title}: no metrics yet", fontweight="bold")
+  for axes in figure.axes:
+    _, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+      many = len(labels) > 3
+      axes.legend(
+        loc="upper center" if many else "best",
+        ncols=3 if many else 1,
+        fontsize="small",
+        columnspacing=1.0,
+        handlelength=1.5,
+        framealpha=0.7,
+        edgecolor="none",
+      )
+  figure.savefig(output)
+  return output

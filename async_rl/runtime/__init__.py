@@ -1,32 +1,32 @@
 """A run: its experiment and options, the stages that may come before it, its session and its drivers."""
 
-from async_rl.runtime._evaluation import complete as complete
-from async_rl.runtime._evaluation import evaluate as evaluate
-from async_rl.runtime._evaluation import mean_and_interval as mean_and_interval
-from async_rl.runtime._evaluation import measure_distance as measure_distance
-from async_rl.runtime._experiment import Experiment as Experiment
-from async_rl.runtime._options import RESUMABLE as RESUMABLE
-from async_rl.runtime._options import Devices as Devices
-from async_rl.runtime._options import Length as Length
-from async_rl.runtime._options import Options as Options
-from async_rl.runtime._options import Output as Output
-from async_rl.runtime._options import Rollout as Rollout
-from async_rl.runtime._options import Schedule as Schedule
-from async_rl.runtime._options import Training as Training
-from async_rl.runtime._options import flatten as flatten
-from async_rl.runtime._options import override as override
-from async_rl.runtime._reward_model import RewardModelStage as RewardModelStage
-from async_rl.runtime._reward_model import abstract_reward_model as abstract_reward_model
-from async_rl.runtime._reward_model import make_scorer as make_scorer
-from async_rl.runtime._reward_model import pair_accuracy as pair_accuracy
-from async_rl.runtime._run import Summary as Summary
-from async_rl.runtime._run import train as train
-from async_rl.runtime._session import Diverged as Diverged
-from async_rl.runtime._session import Session as Session
-from async_rl.runtime._signals import Interrupted as Interrupted
-from async_rl.runtime._stages import KeptStage as KeptStage
-from async_rl.runtime._stages import ScorerStage as ScorerStage
-from async_rl.runtime._stages import Stage as Stage
-from async_rl.runtime._stages import StageInputs as StageInputs
-from async_rl.runtime._stages import restore_or_make as restore_or_make
-from async_rl.runtime._supervised import SupervisedStage as SupervisedStage
+from async_rl.runtime._evaluation import complete
+from async_rl.runtime._evaluation import evaluate
+from async_rl.runtime._evaluation import mean_and_interval
+from async_rl.runtime._evaluation import measure_distance
+from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._options import RESUMABLE
+from async_rl.runtime._options import Devices
+from async_rl.runtime._options import Length
+from async_rl.runtime._options import Options
+from async_rl.runtime._options import Output
+from async_rl.runtime._options import Rollout
+from async_rl.runtime._options import Schedule
+from async_rl.runtime._options import Training
+from async_rl.runtime._options import flatten
+from async_rl.runtime._options import override
+from async_rl.runtime._reward_model import RewardModelStage
+from async_rl.runtime._reward_model import abstract_reward_model
+from async_rl.runtime._reward_model import make_scorer
+from async_rl.runtime._reward_model import pair_accuracy
+from async_rl.runtime._run import Summary
+from async_rl.runtime._run import train
+from async_rl.runtime._session import Diverged
+from async_rl.runtime._session import Session
+from async_rl.runtime._signals import Interrupted
+from async_rl.runtime._stages import KeptStage
+from async_rl.runtime._stages import ScorerStage
+from async_rl.runtime._stages import Stage
+from async_rl.runtime._stages import StageInputs
+from async_rl.runtime._stages import restore_or_make
+from async_rl.runtime._supervised import SupervisedStage

@@ -87,7 +87,7 @@ class StepMeter:
 
   def start(self) -> None:
     """Starts measuring."""
-    self._last = self._totals()
+    self._last = self._now = self._totals()
 
   def begin_step(self) -> None:
     """Notes that the learner has a batch: it was idle since it had computed the last step and finished other work."""
@@ -95,6 +95,7 @@ class StepMeter:
     self._idle = max(0.0, now - max(ready_at, self._busy_until))
     self._learning = max(0.0, min(ready_at, now) - self._began)
     self._began = now
+    self._now = self._totals()
 
   @contextlib.contextmanager
   def timing(self, part: str) -> Iterator[None]:
@@ -110,16 +111,15 @@ class StepMeter:
     self._busy_until = time.monotonic()
 
   def metrics(self, groups: Sequence[Group], version: int, drawn: int) -> dict[str, Any]:
-    """Returns the metrics accumulated since the last call.
+    """Returns the metrics of the interval that ended when the learner got its batch.
 
     Args:
       groups: the groups that were trained.
       version: the version of the weights they were trained on.
       drawn: the number of their tokens that a policy drew.
     """
-    now = self._totals()
-    change = {name: value - self._last[name] for name, value in now.items()}
-    self._last = now
+    change = {name: value - self._last[name] for name, value in self._now.items()}
+    self._last = self._now
     seconds = max(change["time"], 1e-9)
     counts = self._buffer.counts()
     spent, self._spent = self._spent, {}

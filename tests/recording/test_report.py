@@ -1,42 +1,54 @@
-"""Pictures are drawn from whatever a run measured."""
+"""Pictures are drawn from whatever a run measured, and tables hold the values that it ended with."""
 
+import re
 import subprocess
 import sys
 
 import numpy as np
-import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from async_rl.recording._metrics import MetricsWriter
-from async_rl.recording._report import _PANELS
-from async_rl.recording._report import _curve
-from async_rl.recording._report import _draw
-from async_rl.recording._report import _read
-from async_rl.recording._report import compare_runs
-from async_rl.recording._report import write_report
-from async_rl.recording._run_folder import RunFolder
+from async_rl import recording
+from async_rl.recording import _plots
+from async_rl.recording import _report
+from experiments import report
 
 
-def make_run(path, steps=120, seed=0):
-  folder = RunFolder.open(path, "text", {"seed": seed})
+def make_run(path, steps=45, seed=0, **constant):
+  """Writes the folder of a run with every metric that a panel shows, except for the reference policy's."""
+  folder = recording.RunFolder.open(path, "text", {"seed": seed})
   folder.close()
   rng = np.random.default_rng(seed)
-  writer = MetricsWriter(folder)
+  writer = recording.MetricsWriter(folder)
   for step in range(1, steps + 1):
     progress = step / steps
-    writer.write(
-      step,
-      {
-        "reward/mean": 0.2 + 0.3 * progress + 0.05 * rng.normal(),
-        "staleness/mean": min(step, 3.5) + 0.2 * rng.normal(),
-        "staleness/max": float(min(step, 4)),
-        "ess/sequence": 0.6 + 0.1 * rng.normal() if step % 17 else float("nan"),
-        "ess/token": 0.98,
-        "idle/learner": 0.1 + 0.05 * rng.random(),
-        "idle/generator": 0.02,
-        "grad/cosine_to_previous": 0.1 * rng.normal(),
-      },
-    )
+    evaluation = 0.6 if step % 30 == 1 else 0.0
+    values = {
+      "reward/mean": 0.2 + 0.3 * progress + 0.05 * rng.normal(),
+      "response/length_mean": 20 + rng.normal(),
+      "response/length_max": 24.0,
+      "entropy": 0.3 - 0.1 * progress,
+      "kl/behavior": 1e-3 * min(step, 4) + 1e-3 * rng.random(),
+      "staleness/mean": min(step, 3.5) + 0.2 * rng.normal(),
+      "staleness/max": float(min(step, 4)),
+      "ess/sequence": 0.6 + 0.1 * rng.normal() if step % 17 else float("nan"),
+      "ess/token": 0.98,
+      "grad/norm": float(np.exp(rng.normal())),
+      "grad/cosine_to_previous": 0.1 * rng.normal(),
+      "optimizer/learning_rate": 2e-4 * min(1, step / 20),
+      "throughput/generated": 9000 + 500 * rng.normal(),
+      "throughput/trained": 8000 + 500 * rng.normal(),
+      "time/step": 0.5 + evaluation + 0.1 * rng.random(),
+      "time/generation": 0.4 + 0.1 * rng.random(),
+      "time/weight_push": 0.01,
+      "time/learning": 0.35,
+      "time/waiting": 0.1,
+      "time/evaluation": evaluation,
+      "time/checkpoint": 0.0,
+      "idle/learner": 0.1 + 0.05 * rng.random(),
+      "idle/generator": 0.02,
+    }
+    writer.write(step, {**values, **constant})
     if step % 30 == 0:
       writer.write(step, {"eval/accuracy": 0.2 + 0.25 * progress})
   writer.close()
@@ -44,45 +56,147 @@ def make_run(path, steps=120, seed=0):
 
 
 def colors(path):
-  pixels = (imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
-  return {"#" + "".join(f"{channel:02X}" for channel in pixel) for pixel in np.unique(pixels, axis=0)}
+  red, green, blue = np.moveaxis((imread(path)[..., :3] * 255).round().astype(int), -1, 0)
+  return {f"#{code:06X}" for code in np.unique((red << 16) + (green << 8) + blue)}
 
 
-def test_report_of_a_run(tmp_path):
-  folder = make_run(tmp_path / "quickstart")
-  assert write_report(folder) == folder.report
-  assert {"#0072B2", "#D55E00"} <= colors(folder.report)
+def drawn(path):
+  """The figure of a run and its panels that have values, in the order of its axes."""
+  rows = _report._read_run(path)
+  figure = _plots.draw([(panel, _plots.make_curves(panel, rows)) for panel in _plots.PANELS])
+  return figure, {axes.get_title("left"): axes for axes in figure.axes}
+
+
+def test_a_panel_is_shown_for_every_metric_that_was_measured_and_for_no_other(tmp_path):
+  _, axes = drawn(make_run(tmp_path / "run").path)
+  assert {panel.title for panel in _plots.PANELS} - axes.keys() == {"KL(sampler || reference)"}
+  for panel in _plots.PANELS:
+    if panel.title in axes:
+      labels = axes[panel.title].get_legend_handles_labels()[1]
+      assert sorted(labels) == sorted([*panel.stacked, *panel.metrics])
+      assert axes[panel.title].get_ylabel() == panel.unit
 
 
 def test_curves_lie_within_their_panels(tmp_path):
-  rows = _read(make_run(tmp_path / "run").path)
-  figure = _draw([[_curve(label, metric, rows) for label, metric in panel.metrics.items()] for panel in _PANELS])
-  for axes, panel in zip(figure.axes, _PANELS):
-    assert len({line.get_label() for line in axes.lines} & panel.metrics.keys()) == len(panel.metrics)
-    for line in axes.lines:
+  _, axes = drawn(make_run(tmp_path / "run").path)
+  for panel in axes.values():
+    for line in panel.lines:
       x, y = line.get_data()
-      assert axes.get_xlim()[0] <= x.min() <= x.max() <= axes.get_xlim()[1]
-      assert axes.get_ylim()[0] <= np.nanmin(y) <= np.nanmax(y) <= axes.get_ylim()[1]
+      assert panel.get_xlim()[0] <= x.min() <= x.max() <= panel.get_xlim()[1]
+      assert panel.get_ylim()[0] <= np.nanmin(y) <= np.nanmax(y) <= panel.get_ylim()[1]
+
+
+def test_no_two_texts_of_a_picture_overlap(tmp_path, monkeypatch):
+  """Panels with all that belongs to them, titles and legends, each beside the others and on the picture."""
+  figures = []
+  monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+  runs = [make_run(tmp_path / f"a run with a rather long name {i}", steps=45, seed=i).path for i in range(8)]
+  recording.report_run(runs[0])
+  recording.compare_runs(runs, tmp_path / "compare.png")
+  assert len(figures) == 2
+  for figure in figures:
+    figure.draw_without_rendering()
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    boxes += [legend.get_window_extent() for legend in figure.legends]
+    boxes += [text.get_window_extent() for text in (figure._suptitle, figure._supxlabel) if text is not None]
+    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+    inside = [(axes.bbox, axes.get_legend().get_window_extent()) for axes in figure.axes if axes.get_legend()]
+    assert all(axes.x0 <= legend.x0 and legend.x1 <= axes.x1 for axes, legend in inside)
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_the_breakdown_of_a_step_adds_up_to_the_step(tmp_path):
+  times = {"time/step": 2.0, "time/learning": 1.0, "time/waiting": 0.5, "time/evaluation": 0.3, "time/checkpoint": 0.2}
+  _, axes = drawn(make_run(tmp_path / "run", steps=10, **times).path)
+  *_, top = axes["Step breakdown"].collections
+  np.testing.assert_allclose(top.get_datalim(axes["Step breakdown"].transData).y1, 1.0)
+  shares = {line.get_label(): line.get_ydata() for line in axes["Step breakdown"].lines}
+  np.testing.assert_allclose(shares["weight push"], 0.01 / 2)
+
+
+def test_a_metric_without_a_value_at_some_steps_is_a_gap():
+  rows = [
+    {"step": 1, "time/learning": 0.5},
+    {"step": 2, "time/step": 2.0, "time/learning": None},
+    {"step": 3, "time/step": 2.0, "time/learning": 0.5},
+  ]
+  np.testing.assert_array_equal(_plots.make_curve("", "time/learning/share", rows).values, [np.nan, np.nan, 0.25])
 
 
 def test_report_of_a_run_that_measured_little(tmp_path):
-  folder = RunFolder.open(tmp_path / "short", "text", {})
+  folder = recording.RunFolder.open(tmp_path / "short", "text", {})
   folder.close()
-  write_report(folder)  # no rows at all
+  recording.write_report(folder)  # no rows at all
   assert "#0072B2" not in colors(folder.report)
-  with pytest.raises(FileNotFoundError, match=r"short has no metrics.jsonl with values: is it the folder of a run"):
-    compare_runs([folder.path], tmp_path / "compare.png")
-  writer = MetricsWriter(folder)
+  writer = recording.MetricsWriter(folder)
   writer.write(1, {"reward/mean": float("nan")})
   writer.close()
-  write_report(folder)
+  recording.write_report(folder)
   assert "#0072B2" not in colors(folder.report)
+  assert recording.tabulate_final_values([folder.path]).splitlines()[1].split() == ["short", "1", *"-" * 8]
 
 
-def test_comparison(tmp_path):
-  runs = [make_run(tmp_path / f"run{i}" / "same name", steps=30, seed=i).path for i in range(3)]
-  output = compare_runs(runs, tmp_path / "compare.png")
-  assert {"#0072B2", "#D55E00", "#009E73"} <= colors(output)
+def test_a_run_has_the_same_color_in_every_panel_of_a_comparison():
+  rows = [[{"step": 1, "entropy": 1.0}], [{"step": 1, "entropy": 1.0, "reward/mean": 0.5}]]
+  panels = [(panel, [_plots.make_curve(str(i), next(iter(panel.metrics.values())), of_run) for i, of_run in
+             enumerate(rows)]) for panel in _plots.COMPARED]  # fmt: skip
+  reward, entropy = _plots.draw(panels).axes
+  assert [line.get_color() for line in entropy.lines] == ["#0072B2", "#D55E00"]
+  assert [(line.get_label(), line.get_color()) for line in reward.lines] == [("1", "#D55E00")]
+
+
+def test_the_table_holds_means_over_the_last_twentieth_and_the_last_accuracy(tmp_path):
+  folder = recording.RunFolder.open(tmp_path / "run", "text", {})
+  folder.close()
+  writer = recording.MetricsWriter(folder)
+  for step in range(1, 41):
+    writer.write(step, {"reward/mean": step / 100, "throughput/generated": 1000.0 * step})
+    writer.write(step, {"eval/accuracy": step / 1000})
+  writer.close()
+  heading, values = recording.tabulate_final_values([folder.path]).splitlines()
+  found = dict(zip(heading.split(), values.split(), strict=True))
+  assert found["run"] == "run"
+  assert found["steps"] == "40"
+  assert (found["reward"], found["accuracy"], found["tokens/s"]) == ("0.395", "0.040", "39,500")
+  assert found["entropy"] == "-"
+
+
+def test_the_command_draws_one_run_or_compares_several(tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  runs = [make_run(tmp_path / name / "run", steps=4).path for name in "ab"]
+  assert report.main(["a/run"]) == 0
+  assert f"Plots: {runs[0] / 'report.png'}" in capsys.readouterr().out
+  assert {"#0072B2", "#D55E00"} <= colors(runs[0] / "report.png")
+  assert report.main(["a/run", "b/run", "--output", "both.png"]) == 0
+  printed = capsys.readouterr().out
+  assert [line.split()[0] for line in printed.splitlines()[:3]] == ["run", "a/run", "b/run"]
+  assert {"#0072B2", "#D55E00"} <= colors(tmp_path / "both.png")
+
+
+def test_runs_that_cannot_be_drawn_are_one_sentence(tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  make_run(tmp_path / "good", steps=4)
+  (tmp_path / "other").mkdir()
+  recording.RunFolder.open(tmp_path / "empty", "text", {}).close()
+  (tmp_path / "empty" / "metrics.jsonl").write_text('{"step": 1, "cut o')
+  damaged = make_run(tmp_path / "damaged", steps=4)
+  lines = damaged.metrics.read_text().splitlines(keepends=True)
+  damaged.metrics.write_text("".join([lines[0], "\x00\x00\n", *lines[1:]]))
+  for runs, message in {
+    (): "give the folder of a run",
+    ("good", "nowhere"): "nowhere holds no run: there is no such folder",
+    ("other",): "other holds no run: metrics.jsonl is missing",
+    ("good", "empty"): "empty has no metrics yet: metrics.jsonl holds no complete line",
+    ("damaged",): "metrics.jsonl, line 2: .*is not a row of metrics; delete the line, or resume",
+    ("good", "./good"): "the same run is given twice",
+  }.items():
+    assert report.main(list(runs)) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert len(printed.err.splitlines()) == 1
+    assert re.search(message, printed.err), printed.err
+  assert report.main(["good", "--output", "picture.xyz"]) == 2
+  assert "xyz" in capsys.readouterr().err
 
 
 def test_matplotlib_is_imported_only_to_draw():
