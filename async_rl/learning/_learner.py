@@ -19,6 +19,7 @@ from async_rl import models
 from async_rl import stabilizers
 from async_rl._validation import check_multiple
 from async_rl.learning._batch import BatchShape
+from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
 from async_rl.learning._objective import Objective
@@ -197,6 +198,7 @@ class Learner:
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
     log_ratios = losses.log_ratios(collected.logprobs, batch.logprobs, batch.mask)
     trainable, frozen = models.split_trainable(state.params)
+    rates = scheduled_rates(self.optimizer, state.opt_state)
     updates, opt_state = self.optimizer.update(
       grads,
       state.opt_state,
@@ -217,7 +219,7 @@ class Learner:
       "update/norm": jnp.where(finite, update_norm, 0.0),
       "update/skipped": jnp.where(finite, 0.0, 1.0),
       **batch_metrics(batch, collected, quantities.lag, advantages, quantities.reference, self._lag_edges),
-      **optimizer_metrics(opt_state),
+      **optimizer_metrics(opt_state, rates),
     }
     return TrainState(params, opt_state, optax.safe_increment(state.version)), metrics
 

@@ -64,8 +64,8 @@ METRICS: Mapping[str, str] = types.MappingProxyType(
     "response/truncated": "The share of the completions that hit the length limit.",
     "tokens/trained": "The number of tokens with a gradient: in the mask, and not rejected.",
     "tokens/fill": "The share of the computed token plane that holds tokens.",
-    "optimizer/learning_rate": "The injected learning rate (`optax.inject_hyperparams`); other ones are not in the "
-    "optimizer's state and cannot be known.",
+    "optimizer/learning_rate": "The learning rate of the step, before stabilizers scale it: that of a schedule, or an "
+    "injected one (`optax.inject_hyperparams`). A constant is not reported.",
     "grad/cosine_to_previous": "The cosine to the previous gradient, by `control_alignment` or `track_cosine`.",
     "grad/spikes": "The number of spikes of the gradient norm so far, from `track_norm`.",
     "stabilizers/*": "Any other scalar in the state of a stabilizer, by the name of its field.",
@@ -95,15 +95,19 @@ class Collected(NamedTuple):
   keep: Array
 
 
-def optimizer_metrics(opt_state: optax.OptState) -> dict[str, Array]:
-  """Returns the scalars in the states of stabilizers, and injected learning rates, float32 [] each.
+def optimizer_metrics(opt_state: optax.OptState, rates: Sequence[Array] = ()) -> dict[str, Array]:
+  """Returns the scalars in the states of stabilizers, and the learning rates, float32 [] each.
 
   A stabilizer's state is any NamedTuple that is not optax's own. A name that occurs again, such as that of a second
   `track_norm`, gets the suffix /2, /3 and so on, in the order of the chain.
+
+  Args:
+    opt_state: the state after the step, which also holds injected learning rates.
+    rates: the learning rates that schedules gave the step, see `scheduled_rates`.
   """
   metrics: dict[str, Array] = {}
   seen: dict[str, int] = {}
-  for name, value in _optimizer_scalars(opt_state):
+  for name, value in (*_optimizer_scalars(opt_state), *(("optimizer/learning_rate", rate) for rate in rates)):
     seen[name] = seen.get(name, 0) + 1
     metrics[name if seen[name] == 1 else f"{name}/{seen[name]}"] = value.astype(jnp.float32)
   return metrics

@@ -19,6 +19,7 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
+from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._telemetry import batch_metrics
 from async_rl.learning._telemetry import optimizer_metrics
 from async_rl.types import STOP
@@ -258,13 +259,83 @@ def test_a_name_that_occurs_twice_is_numbered_in_the_order_of_the_chain():
   assert found["stabilizers/grad_norm/2"] == pytest.approx(1.0)
 
 
-def test_an_injected_learning_rate_is_reported_and_no_other():
-  schedule = optax.linear_schedule(0.1, 0.2, 10)
-  injected = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
-  assert after_one_update(optax.chain(optax.clip_by_global_norm(1.0), injected)) == {
-    "optimizer/learning_rate": pytest.approx(0.1)
-  }
-  assert after_one_update(optax.adam(schedule)) == {}
+SCHEDULE = optax.linear_schedule(0.1, 0.2, 10)
+PARAMS = {"bias": jnp.ones([]), "w": jnp.ones(3)}
+
+
+def rates_of(optimizer, updates=3):
+  """The learning rates that are reported for the step after some updates, and that update's state."""
+  optimizer = optax.with_extra_args_support(optimizer)
+  extra = dict(log_weights=jnp.zeros(4))
+  state = optimizer.init(PARAMS)
+  grads = PARAMS
+  for _ in range(updates + 1):
+    rates, before = scheduled_rates(optimizer, state), state
+    _, state = optimizer.update(grads, state, PARAMS, **extra)
+    grads = jax.tree.map(jnp.negative, grads)  # so that no alignment is controlled
+  metrics = {name: float(value) for name, value in optimizer_metrics(state, rates).items()}
+  return {name: value for name, value in metrics.items() if name.startswith("optimizer/")}, before
+
+
+def test_an_injected_learning_rate_is_reported():
+  injected = optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE)
+  found, _ = rates_of(optax.chain(optax.clip_by_global_norm(1.0), injected))
+  assert found == {"optimizer/learning_rate": pytest.approx(0.13)}
+  found, _ = rates_of(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+  assert found == {"optimizer/learning_rate": 0.5}
+
+
+@pytest.mark.parametrize(
+  "optimizer",
+  [
+    optax.adamw(SCHEDULE),
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, weight_decay=0.1), stabilizers.scale_by_ess()),
+    stabilizers.control_alignment(optax.chain(optax.sgd(SCHEDULE), stabilizers.track_norm())),
+    stabilizers.lead_by_momentum(optax.adamw(SCHEDULE), 2),
+    optax.masked(optax.sgd(SCHEDULE, momentum=0.9), {"bias": False, "w": True}),
+    optax.apply_if_finite(optax.lion(SCHEDULE), 3),
+    optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(SCHEDULE), optax.scale(-1.0)),
+    optax.partition({"a": optax.sgd(SCHEDULE), "b": optax.set_to_zero()}, {"bias": "b", "w": "a"}),
+  ],
+  ids=["adamw", "chain", "alignment", "lead", "masked", "if_finite", "by_hand", "partition"],
+)
+def test_the_learning_rate_of_a_schedule_is_that_of_the_step(optimizer):
+  assert rates_of(optimizer)[0] == {"optimizer/learning_rate": pytest.approx(0.13)}
+
+
+def test_the_learning_rate_is_the_one_by_which_the_step_went():
+  found, state = rates_of(optax.sgd(SCHEDULE))
+  updates, _ = optax.sgd(SCHEDULE).update(PARAMS, state)
+  np.testing.assert_allclose(updates["w"], -found["optimizer/learning_rate"] * np.ones(3), rtol=1e-6)
+
+
+def test_several_schedules_are_reported_in_the_order_of_the_state():
+  rates = {"x": 0.25, "b": 0.5, "a": 0.75}
+  optimizers = {name: optax.sgd(optax.constant_schedule(rate)) for name, rate in rates.items()}
+  found, _ = rates_of(optax.chain(optax.partition(optimizers, {"bias": "b", "w": "a"}), optax.sgd(SCHEDULE)))
+  assert list(found.values()) == [0.75, 0.5, 0.25, pytest.approx(0.13)]
+
+
+def test_steps_between_two_updates_of_several_micro_batches_have_one_learning_rate():
+  found = [rates_of(optax.MultiSteps(optax.sgd(SCHEDULE), 2).gradient_transformation(), i)[0] for i in (2, 3, 4)]
+  assert [rates["optimizer/learning_rate"] for rates in found] == pytest.approx([0.11, 0.11, 0.12])
+
+
+def test_a_constant_learning_rate_or_one_that_cannot_be_told_is_not_reported():
+  assert rates_of(optax.adamw(1e-3))[0] == {}
+  twice = optax.scale_by_schedule(SCHEDULE)  # one function and two states
+  assert rates_of(optax.chain(twice, twice))[0] == {}
+
+
+def test_a_run_reports_the_learning_rate():
+  learner = make_learner(shape_of(), optimizer=optax.adamw(SCHEDULE), policy=models.Policy(make_config()))
+  state = learner.init(jax.random.key(0))
+  batch = learner.put(learning.pack(make_groups(), learner.shape))
+  reported = []
+  for _ in range(2):
+    state, metrics = learner.step(state, batch)
+    reported.append(float(metrics["optimizer/learning_rate"]))
+  assert reported == pytest.approx([0.1, 0.11])
 
 
 def test_losses_and_stabilizers_have_one_effective_sample_size():

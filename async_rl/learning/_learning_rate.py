@@ -1,0 +1,56 @@
+"""The learning rate of an optimizer that was given a schedule.
+
+optax keeps a schedule in the closure of its update function, and nothing but a count in its state. So the update
+functions of the schedules are looked up in the optimizer, and asked what they make of an update of 1.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Array = jax.Array
+
+
+def scheduled_rates(optimizer: optax.GradientTransformation, opt_state: optax.OptState) -> list[Array]:
+  """Returns the rates that an update from this state applies, float32 [] each, in the order of the state.
+
+  There is one for each `optax.scale_by_schedule`, which every optimizer of optax has whose learning rate is a schedule.
+  Where the schedule of a state is not found, there are none.
+  """
+  schedules = list(_find_schedules(optimizer, set()))
+  is_state = lambda x: isinstance(x, optax.ScaleByScheduleState)
+  states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+  if len(schedules) != len(states):
+    return []
+  return [jnp.abs(update(jnp.float32(1.0), state)[0]) for update, state in zip(schedules, states, strict=True)]
+
+
+def _find_schedules(node: Any, seen: set[int]) -> Iterator[Callable[..., Any]]:
+  """Yields the update functions of all `optax.scale_by_schedule` in an optimizer, in the order of their states."""
+  if isinstance(node, optax.GradientTransformation):
+    node = node.update
+  children: list[Any] = []
+  if isinstance(node, types.FunctionType):
+    if id(node) in seen:
+      return
+    seen.add(id(node))
+    if node.__module__.startswith("optax.") and node.__qualname__ == "scale_by_schedule.<locals>.update_fn":
+      yield node
+      return
+    children = [cell.cell_contents for cell in node.__closure__ or ()]
+  elif isinstance(node, types.MethodType):
+    children = list(vars(node.__self__).values())
+  elif isinstance(node, Mapping):
+    children = [node[key] for key in sorted(node, key=str)]
+  elif isinstance(node, tuple | list):
+    children = list(node)
+  for child in children:
+    yield from _find_schedules(child, seen)
