@@ -2,6 +2,7 @@
 # Installs async_rl into .venv and trains the quickstart experiment on this machine's CPU; options go to the trainer:
 #   bash experiments/quickstart.sh [--steps 300] [--run-dir DIR] [--overwrite] ...
 set -euo pipefail
+export ASYNC_RL_TRAIN_COMMAND="bash $(printf %q "$0")"  # for the commands that a run suggests at its end
 cd "$(dirname "$0")/.."
 source experiments/setup_venv.sh
 setup_venv "[train]"

@@ -5,7 +5,6 @@ CONFIG is the name of a file in experiments/configs, or the path of a file of th
 
 from __future__ import annotations
 
-import shlex
 import sys
 import traceback
 from typing import Any
@@ -16,30 +15,9 @@ from async_rl.recording import CheckpointError
 from async_rl.recording import RunFolderError
 from async_rl.runtime import Diverged
 from async_rl.runtime import Interrupted
-from async_rl.runtime import Summary
 from async_rl.runtime import train
 from experiments import configs
-
-
-def report(summary: Summary) -> str:
-  """Returns the last lines of a run: its outcome, its files and what to do next."""
-  lines = [f"\nDone: {summary.version} optimizer steps" + (", the data ended" if summary.ended_early else "") + "."]
-  if summary.accuracy is not None:
-    lines.append(f"Held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy:.3f} after.")
-  folder = summary.folder
-  run_dir = shlex.quote(str(folder.path))
-  lag = 16 if summary.lag_bound < 16 else 4
-  lines += [
-    f"Plots       {folder.report}",
-    f"Metrics     {folder.metrics}, and: tensorboard --logdir {shlex.quote(str(folder.tensorboard))}",
-    f"Checkpoint  {folder.checkpoints}, and: python -m experiments.evaluate {run_dir} --samples 8",
-    f"Next        go on with --steps {2 * summary.version}, start over with --overwrite, "
-    f"or try another lag with --max-lag {lag} --run-dir {shlex.quote(f'{folder.path}-lag{lag}')}",
-  ]
-  if summary.lag_bound:
-    steps = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
-    lines.append(f"            (the lag of the first {steps} after this end is less than in a run planned longer)")
-  return "\n".join(lines)
+from experiments._outcome import describe_outcome
 
 
 def _usage() -> str:
@@ -75,10 +53,11 @@ def _is_ours(error: Exception) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
   run_dir = ""
+  arguments = sys.argv[1:] if arguments is None else arguments
   try:
-    config, options = parse(sys.argv[1:] if arguments is None else arguments)
+    config, options = parse(arguments)
     run_dir = options.output.run_dir
-    print(report(train(config.experiment(options))))
+    print(describe_outcome(train(config.experiment(options)), options, arguments))
   except Interrupted as stop:
     print(stop, file=sys.stderr)
     return stop.status

@@ -17,6 +17,7 @@ from async_rl.rollout._mesh import replicated
 from async_rl.rollout._prompts import UNTRAINED_TICKETS
 from async_rl.rollout._prompts import PromptEncoder
 from async_rl.rollout._prompts import PromptStream
+from async_rl.rollout._schedule import LAG_KINDS
 from async_rl.rollout._schedule import LagDistribution
 from async_rl.rollout._schedule import ScheduleRecorder
 from async_rl.rollout._schedule import read_schedule

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import stat
 import string
@@ -19,12 +20,12 @@ import pytest
 
 from async_rl import models
 from async_rl import recording
-from async_rl import runtime
 from async_rl import tasks
 from async_rl.recording import read_metrics
 from experiments import configs
 from experiments import evaluate
 from experiments import export
+from experiments import report
 from experiments import train
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -357,10 +358,18 @@ def test_a_bad_value_of_any_part_is_refused_in_the_words_of_the_command_line(opt
   assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("lag_bound", "said"), [(0, ""), (1, "the first step after"), (3, "the first 3 steps after")])
-def test_the_report_says_what_an_extension_changes(tmp_path, lag_bound, said):
-  with recording.RunFolder.open(tmp_path / "run", "", {}) as folder:
-    text = train.report(runtime.Summary(folder, 7, None, None, ended_early=False, lag_bound=lag_bound))
-  assert "go on with --steps 14" in text
-  assert said in text
-  assert ("is less than in a run planned longer" in text) == bool(lag_bound)
+def test_the_commands_at_the_end_of_a_run_work_as_they_are_printed(mine, capsys):
+  def run(command):
+    _, module, name, *arguments = shlex.split(command)
+    assert (module, name) == ("-m", "experiments.train")
+    assert train.main(arguments) == 0
+    printed = capsys.readouterr().out
+    return {line[:12].strip(): line[12:] for line in printed.splitlines() if " -m experiments." in line}
+
+  first = run(f"python -m experiments.train {mine} --scale 2 --run-dir 'my run' --overwrite --steps=1")
+  shutil.copytree("my run", shlex.split(first["Try"])[-1])
+  again = run(first["Go on"])
+  assert "--steps 4" in again["Go on"]
+  assert [row["step"] for row in rows_of(mine.parents[1] / "my run")] == [1, 2]
+  assert report.main(shlex.split(again["Compare"])[3:]) == 0
+  assert "my run-async" in capsys.readouterr().out

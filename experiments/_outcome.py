@@ -1,0 +1,108 @@
+"""The last lines of a run: its outcome, its files, and commands to go on with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from async_rl.rollout import LAG_KINDS
+from async_rl.runtime import Options
+from async_rl.runtime import Summary
+
+#: The environment variable with the command of a script that trains, in place of `python -m experiments.train CONFIG`.
+COMMAND = "ASYNC_RL_TRAIN_COMMAND"
+
+
+def describe_outcome(summary: Summary, options: Options, arguments: Sequence[str]) -> str:
+  """Returns the last lines of a run.
+
+  The commands are whole ones, for the folder in which the run was started. None proposes what the run already is or
+  has, or what could not work: more steps after the data ended, or a lag in the `sync` mode.
+
+  Args:
+    summary: how the run ended.
+    options: the options of the run.
+    arguments: its command line: the config and the options that were given.
+  """
+  folder, python = summary.folder, _python()
+  run_dir = shlex.quote(str(folder.path))
+  lines = [f"\nDone: {summary.version} optimizer steps" + (", the data ended" if summary.ended_early else "") + "."]
+  if summary.accuracy is not None:
+    lines.append(f"Held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy:.3f} after.")
+  lines += [
+    f"Plots       {folder.report}",
+    f"Metrics     {folder.metrics}",
+    f"Checkpoint  {folder.checkpoints}",
+    f"Evaluate    {python} -m experiments.evaluate {run_dir} --samples 8",
+  ]
+  if importlib.util.find_spec("tensorboard") is not None:
+    lines.append(f"Watch       {python} -m tensorboard.main --logdir {shlex.quote(str(folder.tensorboard))}")
+  if not summary.ended_early and not _is_replay(options):
+    lines.append(f"Go on       {_train(arguments, steps=2 * summary.version)}")
+    if summary.lag_bound:
+      steps = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
+      lines.append(f"            (the lag of the first {steps} after this end is less than in a run planned longer)")
+  lines += _other_run(summary, options, arguments)
+  return "\n".join(lines)
+
+
+def _other_run(summary: Summary, options: Options, arguments: Sequence[str]) -> list[str]:
+  """Returns a line that proposes the same run at another lag, or to compare with it if there is one."""
+  if _is_replay(options):
+    return []
+  lag = 16 if summary.lag_bound < 16 else 4
+  changes: dict[str, Any] = {"max_lag": lag}
+  name = f"lag{lag}"
+  if options.schedule.mode == "sync":
+    changes = {"mode": "async"}
+    name = "async"
+  path = summary.folder.path
+  other = path.with_name(f"{path.name}-{name}")
+  if not other.exists():
+    return [f"Try         {_train(arguments, **changes, run_dir=other)}"]
+  if (other / "metrics.jsonl").exists():
+    return [f"Compare     {_python()} -m experiments.report {shlex.quote(str(path))} {shlex.quote(str(other))}"]
+  return []
+
+
+def _is_replay(options: Options) -> bool:
+  """Returns whether the run repeated a recorded schedule, which fixes its lags and its end."""
+  return options.schedule.mode == "simulated" and options.schedule.lag not in LAG_KINDS
+
+
+def _train(arguments: Sequence[str], **changes: Any) -> str:
+  """Returns the command of the run with some options changed, and without `--overwrite`, which would delete it."""
+  config, *given = arguments
+  options = {f"--{name.replace('_', '-')}": str(value) for name, value in changes.items()}
+  kept = _without(given, {*options, "--overwrite", "--no-overwrite"})
+  changed = [part for option in options.items() for part in option]
+  command = os.environ.get(COMMAND) or f"{_python()} -m experiments.train {shlex.quote(config)}"
+  return " ".join([command, *map(shlex.quote, [*kept, *changed])])
+
+
+def _without(given: Sequence[str], names: set[str]) -> list[str]:
+  """Returns command-line options without those of the given names, and without their values."""
+  kept: list[str] = []
+  dropped = False
+  for part in given:
+    if part.startswith("--"):
+      dropped = part.partition("=")[0].replace("_", "-") in names
+    if not dropped:
+      kept.append(part)
+  return kept
+
+
+def _python() -> str:
+  """Returns the interpreter as a command: by its name where the shell finds this one, otherwise by its path."""
+  running = pathlib.Path(sys.executable)
+  found = shutil.which("python")
+  if found is not None and pathlib.Path(found).parent == running.parent:
+    return "python"
+  here = pathlib.Path.cwd()
+  return shlex.quote(str(running.relative_to(here) if running.is_relative_to(here) else running))
