@@ -25,6 +25,7 @@ from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._prompts import PromptEncoder
 from async_rl.runtime._options import RESUMABLE
 from async_rl.runtime._options import Options
+from async_rl.runtime._options import check_types
 from async_rl.runtime._options import flatten
 from async_rl.runtime._stages import ScorerStage
 from async_rl.runtime._stages import Stage
@@ -68,6 +69,7 @@ class Experiment:
 
   def __post_init__(self):
     object.__setattr__(self, "policy", models.limit_vocabulary(self.policy, self.tokenizer.vocab_size))
+    check_types(self.options)
     _check_numbers(flatten(self.options))
     _check_together(self.options, self.objective)
 
@@ -205,7 +207,7 @@ def _check_numbers(options: dict[str, Any]) -> None:
   for name, value in options.items():
     if isinstance(value, float) and not math.isfinite(value):
       raise ValueError(f"*{name}* must be a finite number, got {name}={value!r}.")
-    if isinstance(value, float) and name.endswith("_rate"):
+    if name.endswith("_rate") and value is not None:
       check_number(name, value, above=0)
 
 

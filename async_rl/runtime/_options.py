@@ -7,13 +7,19 @@ its users turn. `override` sets options by their names alone, whatever part they
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import pathlib
+import types
 from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 from typing import Literal
 from typing import Protocol
 from typing import TypeVar
+from typing import Union
 from typing import get_args
+from typing import get_origin
+from typing import get_type_hints
 
 from async_rl._suggestions import suggestion
 from async_rl._validation import check_choice
@@ -23,6 +29,8 @@ from async_rl.rollout._schedule import LAG_KINDS
 Mode = Literal["async", "simulated", "sync"]
 OnUpdate = Literal["keep", "recompute"]
 T = TypeVar("T")
+#: The smallest temperature at which float32 log-probabilities still mean something.
+_MIN_TEMPERATURE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +87,7 @@ class Rollout:
     sizes = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "slots", "decode_chunk", "prefill_tokens")
     for name in (*sizes, "length_buckets"):
       check_number(name, getattr(self, name), whole=True, at_least=1)
-    check_number("temperature", self.temperature, above=0, remedy="training needs samples")
+    check_number("temperature", self.temperature, at_least=_MIN_TEMPERATURE, remedy="training needs samples")
     check_choice("on_update", self.on_update, get_args(OnUpdate))
 
 
@@ -176,12 +184,12 @@ class Output:
   overwrite: bool = False
 
   def __post_init__(self):
-    if not self.run_dir:
-      raise ValueError("*run_dir* must name a folder, got run_dir=''.")
+    if not self.run_dir.strip() or not self.run_dir.isprintable():
+      raise ValueError(f"*run_dir* must name a folder, in printable characters, got run_dir={self.run_dir!r}.")
     for name in ("eval_every", "eval_prompts", "checkpoint_every"):
       check_number(name, getattr(self, name), whole=True, at_least=0)
-    if self.eval_temperature is not None:
-      check_number("eval_temperature", self.eval_temperature, at_least=0)
+    if self.eval_temperature not in (None, 0):
+      check_number("eval_temperature", self.eval_temperature, at_least=_MIN_TEMPERATURE, remedy="0 is greedy")
     check_number("keep", self.keep, whole=True, at_least=1)
 
 
@@ -232,11 +240,39 @@ def override(options: T, **values: Any) -> T:
   Raises:
     ValueError: if no part has such a name, or a part refuses a value.
   """
-  names = flatten(options)
-  for name in values:
-    if name not in names:
-      raise ValueError(f"unknown option {name!r}: {suggestion(name, names)}")
+  types_by_name = {name: get_type_hints(type(part))[name] for part, name, _ in _leaves(options)}
+  for name, value in values.items():
+    if name not in types_by_name:
+      raise ValueError(f"unknown option {name!r}: {suggestion(name, types_by_name)}")
+    if types_by_name[name] in (bool, str):  # parts rely on these types and check numbers themselves
+      _check_type(name, value, types_by_name[name])
   return _replace(options, values)
+
+
+def check_types(options: Any) -> None:
+  """Raises a ValueError if an option is of another type than its part declares, such as `overwrite="false"`."""
+  for part, name, value in _leaves(options):
+    _check_type(name, value, get_type_hints(type(part))[name])
+
+
+#: Types whose values are checked, in words.
+_WORDS: Mapping[Any, str] = {
+  bool: "True or False",
+  int: "an integer",
+  float: "a number",
+  str: "a text",
+  type(None): "None",
+}
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+  """Checks values of the types in `_WORDS` and of their unions; the command line checks the others."""
+  kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+  if not set(kinds) <= set(_WORDS):
+    return
+  accepted = tuple({int: numbers.Integral, float: numbers.Real}.get(kind, kind) for kind in kinds)
+  if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+    raise ValueError(f"*{name}* must be {' or '.join(_WORDS[kind] for kind in kinds)}, got {name}={value!r}.")
 
 
 def _leaves(options: Any) -> Iterator[tuple[Any, str, Any]]:
