@@ -57,7 +57,10 @@ class RolloutBuffer:
     if max_lag < 0:
       raise ValueError(f"*max_lag* must be at least 0, got max_lag={max_lag}.")
     if limit is not None and limit < groups_per_step:
-      raise ValueError(f"limit={limit} prompts cannot fill one step of groups_per_step={groups_per_step} groups")
+      raise ValueError(
+        f"the prompts of all epochs give {limit} groups, which cannot fill one step of groups={groups_per_step}; "
+        "raise epochs or lower groups."
+      )
     self.groups_per_step = groups_per_step
     self.max_lag = max_lag
     self._steps = steps

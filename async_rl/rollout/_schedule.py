@@ -22,6 +22,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,15 @@ Event = tuple[Any, ...]
 
 #: Distributions of simulated lag.
 LAG_KINDS = ("fixed", "uniform", "heavy", "rounds")
+#: The types of an event's details, by its kind.
+_DETAILS: Mapping[str, tuple[type, ...]] = {
+  "weights": (int,),
+  "submit": (int,),
+  "answer": (int, int),
+  "chunk": (),
+  "train": (int, list),
+  "resume": (),
+}
 #: Events that wait in memory before they are written.
 _BUFFERED = 256
 
@@ -95,13 +105,25 @@ def read_schedule(path: str | os.PathLike[str]) -> Iterator[Event]:
   Raises:
     ValueError: at a line that is not an event; the message gives its number.
   """
-  with pathlib.Path(path).open() as lines:
+  with pathlib.Path(path).open(errors="replace") as lines:
     for number, line in enumerate(lines, start=1):
-      try:
-        kind, *details = json.loads(line)
-      except ValueError as error:
-        raise ValueError(f"{path}, line {number}: {line[:80]!r} is not an event of a schedule.") from error
-      yield (kind, *details)
+      event = _parse_event(line)
+      if event is None:
+        raise ValueError(
+          f"{path}, line {number}: {line[:80]!r} is not an event of a schedule; give the schedule.jsonl of a run."
+        )
+      yield event
+
+
+def _parse_event(line: str) -> Event | None:
+  """Returns the event of a line, or None if it is not one."""
+  try:
+    kind, *details = json.loads(line)
+    holds = tuple(map(type, details)) == _DETAILS[kind]
+  except (ValueError, TypeError, KeyError):
+    return None
+  tickets = details[1] if kind == "train" and holds else []
+  return (kind, *details) if holds and all(type(ticket) is int for ticket in tickets) else None
 
 
 @dataclasses.dataclass(frozen=True)

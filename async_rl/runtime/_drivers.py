@@ -17,6 +17,8 @@ from async_rl.rollout._schedule import LagDistribution
 from async_rl.rollout._schedule import read_schedule
 from async_rl.runtime._session import Session
 
+_FOREIGN_SCHEDULE = "it is not a schedule of this experiment, replay one recorded with the same options."
+
 
 def drive(session: Session) -> None:
   """Runs the session in its experiment's mode until all steps are done.
@@ -80,6 +82,8 @@ def replay(session: Session, schedule: Iterable[Event]) -> None:
   if session.version > 0 and not session.done:
     raise ValueError(f"{session.folder.path} holds part of a replay, which cannot be resumed; pass --overwrite.")
   events = list(schedule)
+  if not events:
+    raise ValueError(f"{source} is empty; {_FOREIGN_SCHEDULE}")
   needed = {event[1] for event in events if event[0] == "weights"}
   session.publish_weights()
   weights = dict([session.store.latest(at_least=session.version)])
@@ -89,18 +93,22 @@ def replay(session: Session, schedule: Iterable[Event]) -> None:
     session.stop.check()
     match kind:
       case "weights" if details[0] != session.actor.version:  # a run that was resumed takes its weights once more
+        if details[0] not in weights:
+          raise ValueError(f"{source} takes weights of version {details[0]} too early; {_FOREIGN_SCHEDULE}")
         session.actor.set_weights(details[0], weights.pop(details[0]))
       case "resume":
         raise ValueError(f"{source} is of a run that was resumed with samples in flight; it cannot be replayed.")
       case "submit":
         if session.submit_group() != details[0]:
-          raise ValueError(f"{source} submits group {details[0]} out of turn; it is not a schedule of this experiment.")
+          raise ValueError(f"{source} submits group {details[0]} out of turn; {_FOREIGN_SCHEDULE}")
       case "answer":
         session.actor.resume_answered(only=(details[0], details[1]))
       case "chunk":
         session.actor.decode_chunk()
       case "train":
         session.actor.wait_for_rewards()
+        if missing := set(details[1]) - {group.request.ticket for group in session.buffer.groups()}:
+          raise ValueError(f"{source} trains groups {sorted(missing)} before they are finished; {_FOREIGN_SCHEDULE}")
         session.step(session.take_batch(details[1]))
         if session.version in needed:
           weights.update([session.store.latest(at_least=session.version)])

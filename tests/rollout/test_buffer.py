@@ -417,7 +417,7 @@ def test_misuse_is_refused():
     RolloutBuffer(0, 1)
   with pytest.raises(ValueError, match=r"\*max_lag\* must be at least 0, got max_lag=-1"):
     RolloutBuffer(1, -1)
-  with pytest.raises(ValueError, match="limit=3 prompts cannot fill one step"):
+  with pytest.raises(ValueError, match="give 3 groups, which cannot fill one step of groups=4; raise epochs"):
     RolloutBuffer(4, 1, limit=3)
   buffer = RolloutBuffer(1, 1)
   with pytest.raises(ValueError, match="sampler_version=1, but the learner has only made versions 0 to 0"):
