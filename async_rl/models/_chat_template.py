@@ -15,6 +15,8 @@ from typing import NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 #: The date that templates write unless told otherwise.
@@ -46,7 +48,7 @@ class ChatTemplate:
       ValueError: if the template is not valid Jinja.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+      trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise, strftime_now=date.strftime)
@@ -74,6 +76,18 @@ class ChatTemplate:
       )
     except jinja2.TemplateError as error:
       raise ValueError(f"The chat template refuses the messages: {error}") from error
+    except Exception as error:  # a program from outside may fail in any way
+      raise ValueError(f"The chat template fails on the messages: {type(error).__name__}: {error}") from error
+
+
+class _Generation(jinja2.ext.Extension):
+  """Accepts `{% generation %}` blocks, which mark the model's own text and write what they contain."""
+
+  tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+  def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise(message: str) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.models._files import explained
 from async_rl.models._model_config import ModelConfig
 from async_rl.models._model_config import RopeScaling
 from async_rl.models._model_config import rope_frequencies
@@ -60,7 +61,8 @@ class GGUFCheckpoint:
     except ImportError as e:
       raise ImportError("Reading GGUF needs the gguf package: `pip install gguf`.") from e
     self._gguf = gguf
-    reader = gguf.GGUFReader(os.fspath(path))
+    with explained(pathlib.Path(path)):
+      reader = gguf.GGUFReader(os.fspath(path))
     self._tensors = {tensor.name: tensor for tensor in reader.tensors}
     self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
     self.shapes.pop(_ROPE_FACTORS, None)

@@ -15,6 +15,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from async_rl.models._files import explained
+from async_rl.models._files import read_json_object
 from async_rl.models._hf_config import read_hf_config
 from async_rl.models._hf_config import write_hf_config
 from async_rl.models._model_config import ModelConfig
@@ -27,6 +29,7 @@ from async_rl.models._tokenizers import Tokenizer
 Index = tuple[slice, ...]
 
 _INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 # The text model of a multimodal checkpoint sits below one of these.
 _TEXT_PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head))")
 _NOT_TEXT = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.|rotary_emb\.inv_freq$")
@@ -43,18 +46,24 @@ class HFCheckpoint:
 
   def __init__(self, folder: str | os.PathLike[str]):
     folder = pathlib.Path(folder)
-    self.config = read_hf_config(json.loads((folder / "config.json").read_text()))
+    content = read_json_object(folder / "config.json")
+    try:
+      self.config = read_hf_config(content)
+    except ValueError as error:
+      raise ValueError(f"{folder / 'config.json'}: {error}") from error
     self.names = hf_names(self.config)
     self.shapes: dict[str, tuple[int, ...]] = {}
     self._slices: dict[str, Any] = {}
     for file in _weight_files(folder):
       # The handle lives as long as the slices; it maps the file into memory and reads what is asked for.
-      handle = safetensors.safe_open(file, framework="numpy")
+      with explained(file):
+        handle = safetensors.safe_open(file, framework="numpy")
       for stored in handle.keys():  # noqa: SIM118 (it is no dictionary)
         if _NOT_TEXT.search(stored) or (self.config.tie_embeddings and stored.endswith("lm_head.weight")):
           continue
         name = _TEXT_PREFIX.sub(lambda m: "" if m[0] == "language_model." else "model.", stored)
         self._slices[name] = handle.get_slice(stored)
+        _check_dtype(stored, self._slices[name].get_dtype(), file)
         self.shapes[name] = tuple(self._slices[name].get_shape())
 
   def read(self, name: str, index: Index) -> np.ndarray:
@@ -98,7 +107,7 @@ def save_hf(
     raise ValueError("The parameters have adapters, which this format cannot hold; apply merge_adapters first.")
   content = write_hf_config(config) | ({} if tokenizer is None else _special_ids(tokenizer))
   if like is not None:
-    theirs = json.loads((pathlib.Path(like) / "config.json").read_text())
+    theirs = read_json_object(pathlib.Path(like) / "config.json")
     if read_hf_config(theirs) != dataclasses.replace(config, vocab_limit=None):
       raise ValueError(f"The model in {like} has another architecture: {read_hf_config(theirs)}, not {config}.")
     if "text_config" not in theirs:  # of a multimodal model only the text part is written
@@ -127,12 +136,23 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
   }
 
 
+def _check_dtype(name: str, dtype: str, file: pathlib.Path) -> None:
+  if dtype not in _DTYPES:
+    raise ValueError(
+      f"{name} in {file} has dtype {dtype}, as quantized weights do; use the model's weights in one of "
+      f"{', '.join(_DTYPES)}."
+    )
+
+
 def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   if (folder / _INDEX).exists():
-    files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+    weight_map = read_json_object(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+      raise ValueError(f"{folder / _INDEX} lacks weight_map, the file of each tensor; fetch it again.")
+    files = sorted(set(weight_map.values()))
   else:
     files = ["model.safetensors"]
-  missing = [file for file in files if not (folder / file).exists()]
+  missing = [file for file in files if not (folder / file).is_file()]
   if missing:
     raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}; weights must be in safetensors files.")
   return [folder / file for file in files]

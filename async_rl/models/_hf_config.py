@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from async_rl._validation import check_number
 from async_rl.models._model_config import ModelConfig
 from async_rl.models._model_config import RopeScaling
 
@@ -50,6 +51,8 @@ _REQUIRED = {
   "pretraining_tp": 1,
   "partial_rotary_factor": 1.0,
 }
+#: Options without a default.
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 #: Options that null switches off; for others, null means the default.
 _NULL_IS_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
 
@@ -65,19 +68,25 @@ def read_hf_config(content: Mapping[str, Any]) -> ModelConfig:
       f"quantization_config={content['quantization_config']!r} is not supported; use the model's unquantized weights."
     )
   content = content.get("text_config", content)
+  if not isinstance(content, Mapping):
+    raise ValueError(f"text_config must be an object, got text_config={content!r}; use the model's own config.json.")
   kind = content.get("model_type")
-  if kind not in _DEFAULTS:
+  if not isinstance(kind, str) or kind not in _DEFAULTS:
     raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(map(repr, _DEFAULTS))}.")
   gemma = kind.startswith("gemma")
   given = {key: value for key, value in content.items() if value is not None or key in _NULL_IS_OFF}
   c = {**_DEFAULTS[kind], **(_GEMMA_DEFAULTS if gemma else {}), **given}
+  if missing := [name for name in _NEEDED if name not in c]:
+    raise ValueError(f"{', '.join(missing)} must be given, but a {kind} model's config lacks it; use the model's own.")
   _check_options(c, kind)
   activation = c.get("hidden_activation") or c.get("hidden_act", "silu")
   if activation not in _ACTIVATIONS:
     raise ValueError(f"Activation {activation!r} is not supported; supported are {', '.join(map(repr, _ACTIVATIONS))}.")
+  for name in ("hidden_size", "num_attention_heads"):
+    check_number(name, c[name], whole=True, at_least=1)
   heads = c["num_attention_heads"]
   scalar = c.get("query_pre_attn_scalar")
-  head_dim = c.get("head_dim") or c["hidden_size"] // heads
+  head_dim = c.get("head_dim", c["hidden_size"] // heads)
   return ModelConfig(
     vocab_size=c["vocab_size"],
     d_model=c["hidden_size"],
@@ -198,14 +207,19 @@ def _rope(c: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _read_scaling(content: Mapping[str, Any]) -> RopeScaling | None:
+def _read_scaling(content: Any) -> RopeScaling | None:
+  if not isinstance(content, Mapping):
+    raise ValueError(f"rope_scaling must be an object, got rope_scaling={content!r}; use the model's own config.json.")
   kind = content.get("rope_type", content.get("type", "default"))
   if kind == "default":
     return None
+  if kind not in ("linear", "llama3"):
+    raise ValueError(f"Rotary scaling {kind!r} is not supported; supported are 'default', 'linear' and 'llama3'.")
+  needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+  if missing := [name for name in (needed if kind == "llama3" else needed[:1]) if name not in content]:
+    raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}; use the model's own config.json.")
   if kind == "linear":
     return RopeScaling("linear", content["factor"])
-  if kind != "llama3":
-    raise ValueError(f"Rotary scaling {kind!r} is not supported; supported are 'default', 'linear' and 'llama3'.")
   return RopeScaling(
     "llama3",
     content["factor"],

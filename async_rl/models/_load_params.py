@@ -151,7 +151,10 @@ def _reader(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: np
 
   def read_one(tensor: str, index: Index) -> np.ndarray:
     piece = checkpoint.read(tensor, index[::-1] if transposed else index)
-    return (piece.T if transposed else piece).astype(dtype)
+    values = (piece.T if transposed else piece).astype(dtype)
+    if not np.isfinite(values).all():
+      raise ValueError(f"{tensor} holds values that are not finite in {dtype}; use other weights.")
+    return values
 
   def read_stack(index: Index) -> np.ndarray:
     layers = range(shape[0])[index[0]]

@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 
+from async_rl._validation import check_number
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -28,6 +30,9 @@ class RopeScaling:
   def __post_init__(self):
     if self.kind not in ("llama3", "linear"):
       raise ValueError(f"kind must be 'llama3' or 'linear', got kind={self.kind!r}; no other scaling is supported.")
+    for name in ("factor", "low_frequency_factor", "high_frequency_factor"):
+      check_number(name, getattr(self, name), above=0)
+    check_number("original_length", self.original_length, whole=True, at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +95,24 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
 
   def __post_init__(self):
+    for name in (
+      "vocab_size",
+      "d_model",
+      "num_layers",
+      "num_heads",
+      "num_kv_heads",
+      "head_dim",
+      "d_ff",
+      "global_every",
+    ):
+      check_number(name, getattr(self, name), whole=True, at_least=1)
+    for name in ("rope_theta", "norm_eps"):
+      check_number(name, getattr(self, name), above=0)
+    for name in ("query_scale", "attention_softcap", "final_softcap", "sliding_window", "rope_theta_local"):
+      if getattr(self, name) is not None:
+        check_number(name, getattr(self, name), above=0)
+    if not isinstance(self.tie_embeddings, bool):
+      raise ValueError(f"*tie_embeddings* must be True or False, got tie_embeddings={self.tie_embeddings!r}.")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"num_kv_heads must divide num_heads, got num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}; "

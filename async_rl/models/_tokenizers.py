@@ -13,8 +13,10 @@ from typing import Protocol
 
 import tokenizers
 
+from async_rl._validation import check_choice
 from async_rl.models._chat_template import TEMPLATE_DATE
 from async_rl.models._chat_template import ChatTemplate
+from async_rl.models._files import explained
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -125,7 +127,11 @@ class _Base:
   def _render(self, messages: Messages) -> str:
     if self._template is None:
       raise ValueError("This tokenizer has no chat template: give the prompt as a string instead of messages.")
-    return self._template.render(messages)
+    text = self._template.render(messages)
+    asked = next((m["content"].strip() for m in reversed(messages) if m["role"] == "user"), "")
+    if asked not in text:
+      raise ValueError(f"The chat template does not write the user's message {asked[:40]!r}; use another template.")
+    return text
 
   def _with_bos(self, ids: list[int]) -> list[int]:
     if self.bos_id is None or ids[:1] == [self.bos_id]:  # templates may write BOS themselves
@@ -291,8 +297,11 @@ class SentencePieceTokenizer(_Base):
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
-    data = model if isinstance(model, bytes) else pathlib.Path(model).read_bytes()
-    proto = sentencepiece_model_pb2.ModelProto.FromString(data)  # type: ignore[attr-defined]
+    with explained("the SentencePiece model" if isinstance(model, bytes) else model):
+      data = model if isinstance(model, bytes) else pathlib.Path(model).read_bytes()
+      proto = sentencepiece_model_pb2.ModelProto.FromString(data)  # type: ignore[attr-defined]
+      if not proto.pieces:
+        raise EOFError("it has no pieces")
     kinds = proto.SentencePiece
     for piece in proto.pieces:  # some families ship their turn tokens as text that users could type
       if piece.type == kinds.USER_DEFINED and re.fullmatch(r"<(start|end)_of_turn>|<\|im_(start|end)\|>", piece.piece):
@@ -347,6 +356,7 @@ def train_sentencepiece(lines: Iterable[str], model_type: str = "char", vocab_si
 
   import sentencepiece
 
+  check_choice("model_type", model_type, ("char", "word", "bpe", "unigram"))
   closed = model_type in ("char", "word")
   if vocab_size is None and not closed:
     raise ValueError(f"vocab_size must be given for model_type={model_type!r}; only 'char' and 'word' can count it.")
