@@ -9,6 +9,14 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
+#: What other files start with, what they are, and the remedy.
+_FOREIGN = (
+  (b"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull` where it lies"),
+  (b"\x1f\x8b", "compressed data", "decompress it"),
+  (b"PAR1", "a Parquet table", "convert it"),
+  ((b"\xff\xfe", b"\xfe\xff"), "UTF-16", "save it as UTF-8"),
+)
+
 
 class JsonLines(Sequence[dict[str, Any]]):
   """The records of a file with one JSON object per line, and where each of them stands."""
@@ -49,7 +57,11 @@ def read_jsonl(
   if not path.is_file():
     raise FileNotFoundError(f"there is no file {str(path)!r}: give the folder that holds {path.name}")
   records, lines = [], []
-  for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+  content = path.read_bytes()
+  for start, found, remedy in _FOREIGN:
+    if content.startswith(start):
+      raise ValueError(f"{path} holds {found}, not lines of JSON; {remedy}")
+  for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
     if not line.strip():
       continue
     try:
@@ -73,7 +85,7 @@ def _parse(line: bytes, fields: Sequence[str]) -> dict[str, Any]:
   except RecursionError as error:
     raise ValueError("not JSON that can be read: nested too deeply") from error
   except json.JSONDecodeError as error:
-    raise ValueError(f"not JSON: {error}") from error
+    raise ValueError(f"not JSON: {error}; each line must be one whole object") from error
   missing = [field for field in fields if not isinstance(record, dict) or record.get(field) is None]
   if missing:
     raise ValueError(f"expected an object with {', '.join(fields)}; missing: {missing}")

@@ -36,6 +36,7 @@ _SPACED = re.compile(
 
 _SIMPLIFICATIONS: list[tuple[re.Pattern[str], Any]] = [
   (re.compile(r"[\u2010-\u2015\u2212\ufe63]"), "-"),  # hyphens, dashes and the minus sign
+  (re.compile(r"(?i)\b(?:minus|negative)\s+(?=[$€£¥₹]?[0-9.])"), "-"),
   (re.compile("[" + "".join(_VULGAR) + "]"), lambda match: " " + _VULGAR[match.group()]),
   (re.compile(rf"(?<=[0-9]){_SEPARATOR}(?=[0-9]{{3}})"), ","),
   (_SPACED, lambda match: match.group().replace(" ", ",")),

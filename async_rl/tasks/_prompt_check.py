@@ -189,10 +189,12 @@ def _canonical_text(text: Any) -> str:
   """Returns a prompt's text as one string, or raises a ValueError for what is no text."""
   if isinstance(text, str):
     written = json.dumps(text, ensure_ascii=False)
-  elif isinstance(text, list) and text and all(isinstance(m, Mapping) and "role" in m for m in text):
+  elif isinstance(text, list) and text and all(map(_is_message, text)):
     written = json.dumps(text, ensure_ascii=False, sort_keys=True, default=repr)
   else:
-    raise ValueError(f"its text must be a string or a list of messages with a role, got {text!r:.80}")
+    raise ValueError(
+      f"its text must be a string or a list of messages whose role and content are strings, got {text!r:.80}"
+    )
   try:
     written.encode()
   except UnicodeEncodeError as error:
@@ -200,9 +202,13 @@ def _canonical_text(text: Any) -> str:
   return written
 
 
+def _is_message(message: Any) -> bool:
+  return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
 def _content(text: Text) -> str:
   """The text of a prompt without roles."""
-  return text if isinstance(text, str) else "".join(str(message.get("content") or "") for message in text)
+  return text if isinstance(text, str) else "".join(message["content"] for message in text)
 
 
 def _canonical(value: Any) -> Any:
