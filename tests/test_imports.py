@@ -22,7 +22,7 @@ ALLOWED = {
   "_suggestions": set(),
   "stabilizers": {"_arrays", "_validation"},
   "losses": {"_arrays", "_validation"},
-  "models": {"types", "_suggestions"},
+  "models": {"types", "_suggestions", "_validation"},
   "tasks": {"types", "_monitor", "_suggestions"},
 }
 ALLOWED["sampling"] = ALLOWED["learning"] = {
