@@ -10,6 +10,7 @@ from async_rl.learning._objective import BatchQuantities
 from async_rl.learning._objective import Objective
 from async_rl.learning._objective import likelihood_objective
 from async_rl.learning._objective import objective
+from async_rl.learning._pair_learner import PairLearner
 from async_rl.learning._rlhf import KL
 from async_rl.learning._rlhf import Method
 from async_rl.learning._rlhf import rlhf_objective

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
 
 from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
-from async_rl._validation import check_multiple
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
 from async_rl.learning._objective import Objective
+from async_rl.learning._placement import PlacedModel
+from async_rl.learning._placement import collect
+from async_rl.learning._placement import micro_batch
+from async_rl.learning._placement import to_loss_plane
 from async_rl.learning._telemetry import LAG_EDGES
 from async_rl.learning._telemetry import Collected
 from async_rl.learning._telemetry import batch_metrics
@@ -33,16 +32,13 @@ from async_rl.types import TrainState
 Array = jax.Array
 
 
-class Learner:
+class Learner(PlacedModel):
   """Builds the state and the step of one training run.
 
   The step sums numerators and denominators over the micro-batches and divides once, so the gradient does not depend
   on how the batch was split. Batch-wide statistics go to the optimizer as extra arguments: `log_weights`
   (float32 [B], raw sequence log-weights), `log_weights_mask` (bool [B], sequences with trained tokens) and `on_policy`
   (bool [], no token is stale).
-
-  With adapters (`Policy.lora`) gradient, optimizer state and norms are of the adapters alone, and so is all that
-  stabilizers see; the other parameters pass through untouched.
 
   The step computes what the objective needs and nothing else: a scoring pass over the whole batch, the reference
   policy's log-probabilities, exact gradient norms (see `Objective`). A frozen reference policy is given by
@@ -59,8 +55,6 @@ class Learner:
     head_chunk: the number of positions of a row whose logits are formed at a time.
     max_lag: the largest lag of a token, which bounds the buckets of the metrics by lag; `None`: any. At 0 there are no
       such metrics.
-    score: the function that scores tokens in place of `models.score` of the policy: (params, tokens, segments,
-      positions), int32 [R, T] each, to `models.TokenStats`.
 
   Raises:
     ValueError: if the mesh does not divide the rows of a micro-batch.
@@ -77,64 +71,14 @@ class Learner:
     temperature: float = 1.0,
     head_chunk: int = 512,
     max_lag: int | None = None,
-    score: Callable[..., models.TokenStats] | None = None,
   ):
-    self.policy = dataclasses.replace(policy, mesh=mesh)
+    super().__init__(policy, optimizer, shape, mesh)
     self.objective = objective
-    self.shape = shape
-    self.mesh = mesh
-    self.optimizer = optax.with_extra_args_support(optimizer)
-    self._score = score or functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
+    self._score = functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
     self._lag_edges = tuple(edge for edge in LAG_EDGES if max_lag is None or edge <= max_lag)
-    self._row_devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    check_multiple("rows", shape.rows, self._row_devices, "the learner mesh's data times fsdp")
-    replicated = NamedSharding(mesh, PartitionSpec())
-    by_row = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
-    self.batch_shardings = Batch(by_row, by_row, by_row, *[replicated] * (len(Batch._fields) - 3))
-    self.state_shardings = self._shardings(replicated)
-    self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
+    self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, self._replicated))
     self._score_batch = jax.jit(lambda params, batch: self._score_all(params, batch).logprobs)
-
-  def _shardings(self, replicated: Any) -> TrainState:
-    """Parameters by the rules; whatever mirrors them in the optimizer's state likewise; the rest replicated."""
-    params = self.policy.abstract()
-    param_shardings = models.param_shardings(params, self.mesh)
-    opt_state = optax.tree_map_params(
-      self.optimizer,
-      lambda _, sharding: sharding,
-      jax.eval_shape(self.optimizer.init, models.split_trainable(params)[0]),
-      models.split_trainable(param_shardings)[0],
-      transform_non_params=lambda _: replicated,
-    )
-    return TrainState(param_shardings, opt_state, replicated)
-
-  def init(self, key: Array, params: models.Params | None = None) -> TrainState:
-    """A fresh state, made on the mesh in its shardings.
-
-    Args:
-      key: of what is random: all parameters, or the adapters that `params` lack.
-      params: to start from, in any dtype and on any devices; they are copied.
-    """
-    if params is None:
-      return jax.jit(lambda key: self._fresh(self.policy.init(key)), out_shardings=self.state_shardings)(key)
-    expected, shardings = self.policy.abstract(), self.state_shardings.params
-
-    def make(key, params):
-      if self.policy.lora is not None and "adapters" not in params:
-        params = params | {"adapters": models.init_adapters(self.policy.lora, params, key)}
-      return self._fresh(jax.tree.map(lambda x, like: x.astype(like.dtype), params, expected))
-
-    placed = jax.device_put(params, {part: s for part, s in shardings.items() if part != "adapters" or part in params})
-    return jax.jit(make, out_shardings=self.state_shardings)(key, placed)
-
-  def abstract(self) -> TrainState:
-    """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda key: self._fresh(self.policy.init(key)), jax.random.key(0))
-    return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, self.state_shardings)
-
-  def _fresh(self, params: models.Params) -> TrainState:
-    return TrainState(params, self.optimizer.init(models.split_trainable(params)[0]), jnp.zeros([], jnp.int32))
 
   def set_reference(self, params: models.Params) -> None:
     """Makes a copy of `params`, of which only those that are trained matter, the frozen reference policy.
@@ -156,10 +100,6 @@ class Learner:
     if self._reference is None:
       raise ValueError("The learner has no reference policy; give it one with set_reference.")
     return self._score_batch(_with_frozen(params, self._reference), self.put(batch))
-
-  def put(self, batch: Batch) -> Batch:
-    """The batch on the learner mesh: rows split over (data, fsdp), the loss plane on every device."""
-    return jax.device_put(batch, self.batch_shardings)
 
   def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     """Takes one optimizer step; `state` is donated. The metrics stay on the device, float32 [] each.
@@ -197,31 +137,20 @@ class Learner:
     )
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
     log_ratios = losses.log_ratios(collected.logprobs, batch.logprobs, batch.mask)
-    trainable, frozen = models.split_trainable(state.params)
-    rates = scheduled_rates(self.optimizer, state.opt_state)
-    updates, opt_state = self.optimizer.update(
+    new_state, applied = self._apply(
+      state,
       grads,
-      state.opt_state,
-      trainable,
       log_weights=losses.sequence_log_weights(log_ratios),
       log_weights_mask=jnp.any(batch.mask, axis=1),
       on_policy=jnp.max(quantities.lag) == 0,
     )
-    grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
-    new = (optax.apply_updates(trainable, updates), opt_state)
-    old = (trainable, state.opt_state)
-    trainable, opt_state = jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
-    params = {**frozen, **trainable}
     metrics = {
       "loss": losses.divide_or_zero(loss, denominator),
-      "grad/norm": grad_norm,
-      "update/norm": jnp.where(finite, update_norm, 0.0),
-      "update/skipped": jnp.where(finite, 0.0, 1.0),
+      **applied,
       **batch_metrics(batch, collected, quantities.lag, advantages, quantities.reference, self._lag_edges),
-      **optimizer_metrics(opt_state, rates),
+      **optimizer_metrics(new_state.opt_state, scheduled_rates(self.optimizer, state.opt_state)),
     }
-    return TrainState(params, opt_state, optax.safe_increment(state.version)), metrics
+    return new_state, metrics
 
   def _quantities(self, state: TrainState, batch: Batch, reference_params: models.Params | None) -> BatchQuantities:
     """Everything that the objective and the metrics need of the whole batch; the rest is `None`."""
@@ -243,22 +172,14 @@ class Learner:
       squared_norms=norms,
     )
 
-  def _micro(self, batch: Batch, m: Array) -> tuple[tuple[Array, Array, Array], Array]:
-    take = functools.partial(jax.lax.dynamic_index_in_dim, index=m, keepdims=False)
-    return (take(batch.tokens), take(batch.segments), take(batch.positions)), batch.mask & (batch.micro == m)[:, None]
-
-  def _to_loss_plane(self, values: Array, batch: Batch) -> Array:
-    """[R, T] of one micro-batch to [B, C]; entries of other micro-batches' sequences are meaningless."""
-    return jnp.take(values.reshape(-1), batch.index)
-
   def _accumulate(self, params: Any, batch: Batch, advantages: Array, options: dict[str, Array]):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
     trainable, frozen = models.split_trainable(params)
 
     def numerator_of(trainable, m):
-      rows, mask = self._micro(batch, m)
+      rows, mask = micro_batch(batch, m)
       stats = self._score({**frozen, **trainable}, *rows)
-      logprobs, entropy = (self._to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
+      logprobs, entropy = (to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
       logprobs = jnp.where(mask, logprobs, 0.0)
       out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
       numerator, denominator = self.objective.aggregate(out.loss, mask)
@@ -282,14 +203,8 @@ class Learner:
 
   def _score_all(self, params: Any, batch: Batch) -> models.TokenStats:
     """`TokenStats` of the whole batch in the loss plane, without gradient."""
-
-    def body(m, collected):
-      rows, mask = self._micro(batch, m)
-      stats = self._score(params, *rows)
-      return jax.tree.map(lambda old, x: jnp.where(mask, self._to_loss_plane(x, batch), old), collected, stats)
-
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
-    return jax.lax.fori_loop(0, batch.used, body, models.TokenStats(zeros, zeros, zeros))
+    return collect(functools.partial(self._score, params), batch, models.TokenStats(zeros, zeros, zeros))
 
 
 def _with_frozen(params: models.Params, trainable: models.Params) -> models.Params:

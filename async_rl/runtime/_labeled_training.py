@@ -19,7 +19,12 @@ from async_rl.types import TrainState
 
 
 def train_on_groups(
-  learner: learning.Learner, params: models.Params | None, data: Iterator[Group], groups: int, steps: int, seed: int
+  learner: learning.Learner | learning.PairLearner,
+  params: models.Params | None,
+  data: Iterator[Group],
+  groups: int,
+  steps: int,
+  seed: int,
 ) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
   """Takes `steps` optimizer steps and yields each one's number (from 1), state and metrics.
 

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from async_rl import learning
-from async_rl import losses
 from async_rl import models
 from async_rl import tasks
 from async_rl._validation import check_number
@@ -70,7 +68,7 @@ class RewardModelStage:
     task = cast(tasks.PreferenceTask, run.encoder.task)
     train = _select_fitting(run, task.preferences("train"))
     held_out = _select_fitting(run, task.preferences("test"))[: self.check_pairs]
-    learner = make_reward_learner(run.learner, self.learning_rate, self.pairs)
+    learner = make_pair_learner(run.learner, self.learning_rate, self.pairs)
     data = pair_groups(run.encoder.tokenizer, train, np.random.default_rng(run.seed))
     for step, state, _ in train_on_groups(learner, self._first(run), data, self.pairs, self.steps, run.seed):
       if step % self.check_every == 0 or step == self.steps:
@@ -127,34 +125,10 @@ def pair_values(scorer: tasks.Scorer, pairs: Sequence[tasks.Preference]) -> list
   return [(chosen.result().value, rejected.result().value) for chosen, rejected in futures]
 
 
-def make_reward_learner(learner: learning.Learner, learning_rate: float, pairs: int) -> learning.Learner:
-  """Makes a learner of the pair loss, with a reward model of the policy and on the mesh of `learner`.
-
-  The values of the last tokens stand in for log-probabilities. The gradient of the pair loss is a coefficient of each
-  completion, known once all are valued, times the gradient of its value; so the two completions of a pair may be in
-  different micro-batches.
-  """
-  model = models.RewardModel.of(learner.policy)
-
-  def score(params, *rows):
-    values = model.values(params, *rows)
-    return models.TokenStats(values, jnp.zeros_like(values), jnp.zeros_like(values))
-
-  def advantages(rewards, groups, num_groups, *, proximal, mask):
-    zeros = jnp.zeros_like(proximal)
-    return losses.preference_advantages(
-      rewards, groups, num_groups, logprobs=proximal, reference=zeros, mask=mask, beta=1.0
-    )
-
-  return learning.Learner(
-    model,
-    make_adam(learning_rate),
-    learning.Objective(losses.reinforce, advantages, learning.AGGREGATIONS["sum"]),
-    dataclasses.replace(learner.shape, sequences=2 * pairs),
-    learner.mesh,
-    max_lag=0,
-    score=score,
-  )
+def make_pair_learner(learner: learning.Learner, learning_rate: float, pairs: int) -> learning.PairLearner:
+  """Makes a learner of the pair loss, with a reward model of the policy and on the mesh of `learner`."""
+  shape = dataclasses.replace(learner.shape, sequences=2 * pairs)
+  return learning.PairLearner(models.RewardModel.of(learner.policy), make_adam(learning_rate), shape, learner.mesh)
 
 
 def pair_groups(

@@ -152,15 +152,13 @@ def test_gradient_is_that_of_the_pair_loss(stage):
   count = 8
   policy, params = dataclasses.replace(stage.learner.policy, mesh=None), random_values(stage)
   pairs, tokenizer = stage.encoder.task.preferences("train")[:count], stage.encoder.tokenizer
-  learner = _reward_model.make_reward_learner(stage.learner, 1.0, count)
+  learner = _reward_model.make_pair_learner(stage.learner, 1.0, count)
   groups = [next(_reward_model.pair_groups(tokenizer, [pair], np.random.default_rng(0))) for pair in pairs]
   shape = dataclasses.replace(learner.shape, rows=4, row_tokens=24)
-  sgd = learning.Learner(
-    learner.policy, optax.sgd(1.0), learner.objective, shape, stage.meshes.learner, score=learner._score
-  )
+  sgd = learning.PairLearner(learner.policy, optax.sgd(1.0), shape, stage.meshes.learner)
   batch = learning.pack(groups, shape)
   assert batch.used > 1
-  state, _ = sgd.step(sgd.init(jax.random.key(0), params), sgd.put(batch))
+  state, metrics = sgd.step(sgd.init(jax.random.key(0), params), sgd.put(batch))
   found = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, jax.device_get(state.params))
 
   texts = [[*g.request.tokens, *c.tokens] for g in groups for c in g.completions]
@@ -172,9 +170,12 @@ def test_gradient_is_that_of_the_pair_loss(stage):
     hidden = policy.hidden(params, ids, jnp.ones_like(ids), positions)
     head = params["value_head"]
     values = hidden[jnp.arange(len(texts)), last] @ head["kernel"] + head["bias"]
-    return -jnp.mean(jnp.log(jax.nn.sigmoid(values[::2] - values[1::2])))
+    margins = values[::2] - values[1::2]
+    return -jnp.mean(jnp.log(jax.nn.sigmoid(margins))), jnp.mean(margins > 0)
 
-  expected = jax.device_get(jax.jit(jax.grad(loss))(params))
+  (expected_loss, accuracy), expected = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
+  assert float(metrics["loss"]) == pytest.approx(float(expected_loss), rel=1e-5)
+  assert float(metrics["accuracy"]) == float(accuracy)
   assert np.abs(expected["value_head"]["kernel"]).max() > 1e-2
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
