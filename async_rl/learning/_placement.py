@@ -93,7 +93,7 @@ class PlacedModel:
   def abstract(self) -> TrainState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
     shapes = jax.eval_shape(lambda key: self._fresh(self.policy.init(key)), jax.random.key(0))
-    return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, self.state_shardings)
+    return models.with_shardings(shapes, self.state_shardings)
 
   def _fresh(self, params: models.Params) -> TrainState:
     return TrainState(params, self.optimizer.init(models.split_trainable(params)[0]), jnp.zeros([], jnp.int32))

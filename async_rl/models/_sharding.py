@@ -63,6 +63,18 @@ def param_shardings(params: Any, mesh: Mesh, rules: Sequence[tuple[str, Partitio
   return jax.tree.map(lambda leaf, spec: fit_sharding(mesh, spec, leaf.shape), params, param_specs(params, rules))
 
 
+def with_shardings(tree: Any, shardings: Any) -> Any:
+  """Returns the shapes and dtypes of a tree, as ShapeDtypeStructs with shardings.
+
+  Args:
+    tree: the tree of arrays or ShapeDtypeStructs.
+    shardings: a tree of shardings or layouts like `tree`, or one for all of its leaves.
+  """
+  if isinstance(shardings, NamedSharding):
+    shardings = jax.tree.map(lambda _: shardings, tree)
+  return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
+
+
 def fit_sharding(mesh: Mesh, spec: Sequence[str | tuple[str, ...] | None], shape: Sequence[int]) -> NamedSharding:
   """Returns `spec` on `mesh`, less the axes that the mesh lacks or that do not divide their dimension."""
 

@@ -23,4 +23,5 @@ from async_rl.rollout._schedule import ScheduleRecorder
 from async_rl.rollout._schedule import read_schedule
 from async_rl.rollout._scorer import RewardModelScorer
 from async_rl.rollout._scorer import TextLimits
+from async_rl.rollout._weight_push import WeightPush
 from async_rl.rollout._weight_store import WeightStore

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import cast
 
-import jax
 import numpy as np
 
 from async_rl import learning
@@ -92,8 +91,7 @@ class RewardModelStage:
 def abstract_reward_model(run: StageInputs) -> models.Params:
   """Returns the shapes and shardings of what `RewardModelStage` makes."""
   shapes = models.RewardModel.of(run.learner.policy).abstract()
-  shardings = models.param_shardings(shapes, run.learner.mesh)
-  return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
+  return models.with_shardings(shapes, models.param_shardings(shapes, run.learner.mesh))
 
 
 def make_scorer(run: StageInputs, params: models.Params, **options) -> RewardModelScorer:

@@ -96,8 +96,7 @@ class Session:
     self.buffer = RolloutBuffer(
       training.groups, options.schedule.lag_bound, steps=options.length.steps, limit=self._prompts.num_tickets
     )
-    prepare = functools.partial(sampling.prepare_weights, experiment.policy)
-    self.store = WeightStore(prepare, self._sampler.weight_shardings, self._meshes.learner)
+    self.store = WeightStore(experiment.policy, self._sampler.weight_shardings, self._meshes.learner)
 
   @functools.cached_property
   def _evaluator(self) -> sampling.Sampler:

@@ -23,6 +23,7 @@ from async_rl.models import ROWS
 from async_rl.models import Cache
 from async_rl.models import Policy
 from async_rl.models import param_shardings
+from async_rl.models import with_shardings
 from async_rl.sampling import _decode
 from async_rl.sampling._prepare_weights import prepare_weights
 from async_rl.sampling._sampler_config import SamplerConfig
@@ -67,9 +68,9 @@ class Programs:
     self.cache = _cache_format(self.heads)
     raw = policy.abstract()
     prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
-    self.raw_params = _abstract(raw, param_shardings(raw, mesh))
+    self.raw_params = with_shardings(raw, param_shardings(raw, mesh))
     self.param_shardings = param_shardings(prepared, mesh)
-    self.params = _abstract(prepared, self.param_shardings)
+    self.params = with_shardings(prepared, self.param_shardings)
     self._compiled: dict[tuple[Any, ...], Any] = {}
 
   def __len__(self) -> int:
@@ -132,7 +133,7 @@ class Programs:
     """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version -> cache, drawn."""
     function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
     cache = (self._layer(self._config.slots, length, self.cache),) * self._policy.config.num_layers
-    slots = _abstract(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
+    slots = with_shardings(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
     jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
     return self._get(
       ("decode", length), lambda: jitted.lower(self.params, cache, slots, self._integers((), self.whole))
@@ -160,10 +161,3 @@ def _cache_format(heads: NamedSharding) -> NamedSharding | Format:
   if heads.mesh.devices.flat[0].platform != "tpu":
     return heads
   return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
-
-
-def _abstract(tree: Any, shardings: Any) -> Any:
-  """Returns the shapes and dtypes of `tree` with shardings: one for all leaves, or a tree of them."""
-  if isinstance(shardings, NamedSharding):
-    shardings = jax.tree.map(lambda _: shardings, tree)
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)

@@ -1,6 +1,9 @@
 """Weights arrive on the generation mesh: equal, cast, never aliased, never through a recompilation."""
 
+import collections
 import contextlib
+import dataclasses
+import functools
 import threading
 import time
 
@@ -8,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
+from async_rl import models
+from async_rl import sampling
 from async_rl._monitor import Closed
+from async_rl.rollout import _weight_push
 from async_rl.rollout._mesh import make_meshes
-from async_rl.rollout._mesh import replicated
 from async_rl.rollout._weight_store import WeightStore
 
 
@@ -36,127 +39,170 @@ def transfers_are_explicit_and_direct(monkeypatch):
   jax.config.update("jax_transfer_guard", "allow")
 
 
-SPECS = {"layers": [P(None, "tensor"), P(None, "tensor")], "scale": P(), "table": P("tensor", "fsdp")}
+CONFIG = models.ModelConfig(vocab_size=24, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=32)
+POLICY = models.Policy(CONFIG)
+ADAPTED = dataclasses.replace(POLICY, lora=models.LoRA(rank=2))
 
 
-def prepare(params):
-  """Unstacks the layers and casts the matrices, as a policy does."""
-  layers = [layer.astype(jnp.bfloat16) for layer in params["layers"]]
-  return {"layers": layers, "scale": params["scale"], "table": params["table"].astype(jnp.bfloat16)}
+def make_params(meshes, version=0, policy=POLICY):
+  """Parameters on the learner mesh, other ones for every version."""
+  shardings = models.param_shardings(policy.abstract(), meshes.learner)
+  return jax.device_put(random_params(version, policy), shardings)
 
 
-def make_params(meshes, value=1.0):
-  params = {
-    "layers": np.arange(2 * 8 * 4, dtype=np.float32).reshape(2, 8, 4) * value,
-    "scale": np.full(8, value, np.float32),
-    "table": np.arange(48, dtype=np.float32).reshape(12, 4) * value,
-  }
-  specs = {"layers": P(None, "fsdp"), "scale": P(), "table": P(None, "fsdp")}
-  return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(meshes.learner, s)), params, specs)
+@functools.cache
+def random_params(version, policy):
+  return jax.device_get(jax.jit(policy.init)(jax.random.key(version)))
 
 
-def make_store(meshes, prepare=prepare):
-  shardings = jax.tree.map(lambda s: NamedSharding(meshes.generation, s), SPECS, is_leaf=lambda x: isinstance(x, P))
-  return WeightStore(prepare, shardings, meshes.learner), shardings
+def expected_weights(version=0, policy=POLICY):
+  """The sampler's weights, as the engine itself would make them."""
+  return jax.tree.map(np.asarray, sampling.prepare_weights(policy, random_params(version, policy)))
+
+
+def weight_shardings(mesh, policy=POLICY):
+  prepare = functools.partial(sampling.prepare_weights, policy)
+  return models.param_shardings(jax.eval_shape(prepare, policy.abstract()), mesh)
+
+
+def make_store(meshes, policy=POLICY):
+  return WeightStore(policy, weight_shardings(meshes.generation, policy), meshes.learner)
+
+
+def assert_equal(got, expected):
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b, strict=True), got, expected)
 
 
 SPLITS = {
-  "tensor 2": {"generation": 4, "fsdp": 2, "tensor": 2},
-  "tensor 1": {"generation": 2, "fsdp": 2},
-  "uneven": {"generation": 6, "fsdp": 1, "tensor": 2},
-  "shared": {"generation": 0, "fsdp": 4, "tensor": 2},
+  "equal sizes, tensor 2": dict(generation=4, fsdp=2, tensor=2),
+  "equal sizes, tensor only for generation": dict(generation=4, fsdp=4, generation_tensor=4),
+  "equal sizes, tensor only for learning": dict(generation=4, fsdp=1, tensor=4, generation_tensor=1),
+  "learners copy": dict(generation=4, generation_tensor=2),
+  "more learners": dict(generation=2, fsdp=6),
+  "more learners, both axes": dict(generation=2, fsdp=3, tensor=2),
+  "one sampler": dict(generation=1, fsdp=7),
+  "one learner": dict(generation=7),
+  "fewer learners": dict(generation=6, fsdp=2, generation_tensor=2),
+  "fewer learners, other tensor": dict(generation=6, tensor=2, generation_tensor=3),
+  "no common divisor": dict(generation=3, fsdp=5),
+  "shared": dict(generation=0, fsdp=4, tensor=2),
+  "shared, other tensor": dict(generation=0, fsdp=8, tensor=1, generation_tensor=2),
 }
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_arrives_equal_and_in_the_wanted_layout(split, transfers_are_explicit_and_direct):
   meshes = make_meshes(**SPLITS[split])
-  store, shardings = make_store(meshes)
-  params = make_params(meshes)
-  expected = jax.tree.map(np.asarray, prepare(jax.device_get(params)))
+  store, params = make_store(meshes), make_params(meshes)
   assert store.ready_at == np.inf
   before = time.monotonic()
   with transfers_are_explicit_and_direct():
     store.publish(0, params)
     version, got = store.latest()
+    jax.block_until_ready(got)
   assert version == 0
   assert before <= store.ready_at <= time.monotonic()
-  assert jax.tree.map(lambda x: x.sharding, got) == shardings
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b, strict=True), got, expected)
+  assert jax.tree.map(lambda x: x.sharding, got) == weight_shardings(meshes.generation)
+  assert_equal(got, expected_weights())
   assert store.push_seconds > 0
+  assert store.push_bytes == sum(x.nbytes for x in jax.tree.leaves(expected_weights()))
   store.close()
 
 
-def test_tensor_size_that_learner_devices_cannot_hold(transfers_are_explicit_and_direct):
-  """3 learner devices cannot make shards for tensor = 4 by themselves: one of them is cut instead."""
-  generation = make_meshes(0, tensor=4, devices=jax.devices()[4:]).generation
-  learner = make_meshes(0, devices=jax.devices()[:3]).learner
-  store = WeightStore(lambda x: x, {"x": NamedSharding(generation, P("tensor"))}, learner)
-  x = jax.device_put(np.arange(8.0, dtype=np.float32), replicated(learner))
-  with transfers_are_explicit_and_direct():
-    store.publish(0, {"x": x})
-    got = store.latest()[1]["x"]
-  assert got.sharding.shard_shape(got.shape) == (2,)
-  np.testing.assert_array_equal(got, np.arange(8.0))
-  store.close()
+@pytest.mark.parametrize("split", SPLITS)
+def test_no_learner_device_stages_more_than_the_part_that_it_trains(split):
+  meshes = make_meshes(**SPLITS[split])
+  params = make_params(meshes)
+  own = models.as_used(params, POLICY.dtype)
+  assert bytes_by_device(make_store(meshes)._trained_push.stage(params)) == bytes_by_device(own)
+
+
+@pytest.mark.parametrize("split", ["equal sizes, tensor 2", "more learners, both axes", "learners copy", "shared"])
+def test_every_generation_device_receives_an_equal_part(split):
+  """What the axis sizes divide travels once in all; parts that they do not divide are small."""
+  meshes = make_meshes(**SPLITS[split])
+  push = make_store(meshes)._trained_push
+  received = bytes_by_device(push.copy(push.stage(make_params(meshes))))
+  assert set(received) == set(meshes.generation.devices.flat)
+  assert len(set(received.values())) == 1
+  assert push.nbytes <= sum(received.values()) <= 1.2 * push.nbytes
+
+
+def bytes_by_device(tree):
+  found = collections.Counter()
+  for leaf in jax.tree.leaves(tree):
+    for shard in leaf.addressable_shards:
+      found[shard.device] += shard.data.nbytes
+  return found
+
+
+def test_large_models_are_gathered_in_groups(monkeypatch):
+  """Their arrays are freed as they are gathered, and the result is the same."""
+  monkeypatch.setattr(_weight_push, "_GROUP_BYTES", 2000)
+  meshes = make_meshes(4, fsdp=2)
+  push = make_store(meshes)._trained_push
+  arrived = push.copy(push.stage(make_params(meshes)))
+  assert len(arrived) > 3
+  assert_equal(push.gather(arrived), expected_weights())
+  assert not arrived
 
 
 @pytest.mark.parametrize("generation", [0, 4])
 def test_nothing_is_shared_with_donated_parameters(generation):
   meshes = make_meshes(generation)
-  sharding = replicated(meshes.generation)
-  store = WeightStore(lambda params: params, {"x": sharding}, meshes.learner)
-  step = jax.jit(lambda params: params + 1, donate_argnums=0)
-  params = jax.device_put(np.zeros(8, np.float32), replicated(meshes.learner))
+  store = make_store(meshes)
+  step = jax.jit(lambda params: jax.tree.map(lambda x: x + 1, params), donate_argnums=0)
+  params = make_params(meshes)
+  expected = random_params(0, POLICY)
   for version in range(3):
     old = params
-    store.publish(version, {"x": params})
+    store.publish(version, params)
     params = step(params)
-    assert old.is_deleted()
+    assert all(x.is_deleted() for x in jax.tree.leaves(old))
     got_version, got = store.latest(at_least=version)
     assert got_version == version
-    np.testing.assert_array_equal(got["x"], np.full(8, version))
+    assert_equal(got, jax.tree.map(np.asarray, sampling.prepare_weights(POLICY, expected)))
+    expected = jax.tree.map(lambda x: x + np.float32(1), expected)
   store.close()
 
 
 def test_compiles_once():
   meshes = make_meshes(4, fsdp=2, tensor=2)
-  traces = []
-  store, _ = make_store(meshes, lambda params: traces.append(1) or prepare(params))
+  store = make_store(meshes)
   for version in range(4):
     store.publish(version, make_params(meshes, version))
-    _, params = store.latest(at_least=version)
-    np.testing.assert_array_equal(params["scale"], np.full(8, version))
-  assert len(traces) == 1
+    assert_equal(store.latest(at_least=version)[1], expected_weights(version))
+  push = store._trained_push
+  assert [program._cache_size() for program in (push._stage, *push._gather)] == [1, 1]
   store.close()
 
 
 @pytest.mark.parametrize("generation", [0, 4])
 def test_adapters_move_with_every_version_and_the_rest_once(generation, transfers_are_explicit_and_direct):
   meshes = make_meshes(generation, fsdp=2, tensor=2)
-  _, shardings = make_store(meshes)
-  prepare_all = lambda params: prepare(params) | {"adapters": params["adapters"]}
-  store = WeightStore(prepare_all, shardings | {"adapters": {"a": replicated(meshes.generation)}}, meshes.learner)
-  base, versions, sizes = make_params(meshes), [], []
-  adapters = [jax.device_put(np.full(8, v, np.float32), replicated(meshes.learner)) for v in range(4)]
+  store, versions, sizes = make_store(meshes, ADAPTED), [], []
+  base = make_params(meshes, 0, ADAPTED)
+  adapters = [make_params(meshes, version, ADAPTED)["adapters"] for version in range(4)]
   with transfers_are_explicit_and_direct():
     for version in range(4):
-      store.publish(version, base | {"adapters": {"a": adapters[version]}})
-      versions.append(store.latest(at_least=version))
-      sizes.append(store.push_bytes)
-  assert sizes == [2 * 64 + 4 * 8 + 2 * 48 + 4 * 8] + [4 * 8] * 3
-  for version, (got_version, got) in enumerate(versions):  # also the old ones, which a replay keeps
+      store.publish(version, base | {"adapters": adapters[version]})
+      if version > 0:  # the first is replaced before anyone fetches it
+        versions.append(store.latest(at_least=version))
+        sizes.append(store.push_bytes)
+  expected = [expected_weights(version, ADAPTED) for version in range(4)]
+  size_of = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  assert sizes == [size_of(expected[0]["adapters"])] * 3
+  first = versions[0][1]
+  for version, (got_version, got) in enumerate(versions, 1):  # also the old ones, which a replay keeps
     assert got_version == version
-    np.testing.assert_array_equal(got["adapters"]["a"], np.full(8, version))
-    first = versions[0][1]
-    assert all(got[part] is first[part] for part in ("layers", "scale", "table"))
-  jax.tree.map(np.testing.assert_array_equal, {k: got[k] for k in SPECS}, prepare(jax.device_get(base)))
+    assert_equal(got, expected[0] | {"adapters": expected[version]["adapters"]})
+    assert all(a is b for part in ("layers", "ends") for a, b in zip(*map(jax.tree.leaves, (got[part], first[part]))))
   store.close()
 
 
 def test_waits_for_the_version_asked_for_and_wakes_on_close():
   meshes = make_meshes(4)
-  store, _ = make_store(meshes)
+  store = make_store(meshes)
   with pytest.raises(TimeoutError):
     store.latest(timeout=0.01)
   store.publish(3, make_params(meshes))
@@ -185,16 +231,21 @@ def test_waits_for_the_version_asked_for_and_wakes_on_close():
     store.publish(5, make_params(meshes))
 
 
-def test_failed_push_reaches_both_sides():
+def test_failed_push_reaches_both_sides(monkeypatch):
   meshes = make_meshes(4)
-  store = WeightStore(lambda x: x, {"x": NamedSharding(meshes.generation, P("data"))}, meshes.learner)
-  good = {"x": jax.device_put(np.zeros(8, np.float32), replicated(meshes.learner))}
-  store.publish(0, good)
+  store = make_store(meshes)
+  store.publish(0, make_params(meshes))
   store.latest()
-  store._shardings = {"x": {"another": "structure"}}
-  store.publish(1, good)
-  with pytest.raises(ValueError, match="structure"):
+
+  def lose(self, staged):
+    jax.tree.map(lambda x: x.delete(), staged)
+    return copy(self, staged)
+
+  copy = _weight_push.WeightPush.copy
+  monkeypatch.setattr(_weight_push.WeightPush, "copy", lose)
+  store.publish(1, make_params(meshes))
+  with pytest.raises(RuntimeError, match="deleted"):
     store.latest(at_least=1)
-  with pytest.raises(ValueError, match="structure"):
-    store.publish(2, good)
+  with pytest.raises(RuntimeError, match="deleted"):
+    store.publish(2, make_params(meshes))
   store.close()

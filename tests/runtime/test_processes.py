@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import pathlib, sys
+import functools, pathlib, sys
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -15,27 +15,36 @@ from jax.sharding import PartitionSpec as P
 process, port, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
+from async_rl import models, sampling
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._weight_store import WeightStore
 from async_rl.types import TrainState
 
-meshes = make_meshes(2, fsdp=2, tensor=1)
-assert [d.process_index for d in meshes.learner.devices.flat] == [0, 0, 1, 1]
-assert {d.process_index for d in meshes.generation.devices.flat} == {process}
-
-# Split over both hosts in the learner, and over this host's devices, or not at all, in the sampler.
-values = np.arange(24, dtype=np.float32).reshape(4, 6)
-put = lambda mesh, x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
-state = TrainState({"w": put(meshes.learner, values, P(("data", "fsdp")))}, (), put(meshes.learner, np.int32(3), P()))
-for generation, spec in ((make_meshes(2, tensor=2).generation, P(None, "tensor")), (meshes.generation, P())):
-  store = WeightStore(lambda p: {"w": p["w"] * 2}, {"w": NamedSharding(generation, spec)}, meshes.learner)
-  store.publish(3, state.params)
-  version, params = store.latest()
+# Weights split within a host or over both in the learner, and over this host's devices, or not at all, in the sampler.
+config = models.ModelConfig(vocab_size=16, d_model=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=16)
+policy = models.Policy(config)
+values = jax.device_get(jax.jit(policy.init)(jax.random.key(0)))
+expected = jax.jit(functools.partial(sampling.prepare_weights, policy))(values)
+put = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+for fsdp, tensor, generation_tensor in ((2, 1, 2), (2, 2, 1), (4, 1, 2)):
+  meshes = make_meshes(2, fsdp=fsdp, tensor=tensor, generation_tensor=generation_tensor)
+  assert [d.process_index for d in meshes.learner.devices.flat] == [0, 0, 1, 1]
+  assert {d.process_index for d in meshes.generation.devices.flat} == {process}
+  shardings = models.param_shardings(expected, meshes.generation)
+  params = jax.tree.map(put, values, models.param_shardings(values, meshes.learner))
+  store = WeightStore(policy, shardings, meshes.learner)
+  store.publish(3, params)
+  version, got = store.latest()
   assert version == 3
-  assert params["w"].sharding == NamedSharding(generation, spec)
-  np.testing.assert_array_equal(params["w"], values * 2)
+  assert jax.tree.map(lambda x: x.sharding, got) == shardings
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+  push = store._trained_push
+  for x, pieces in zip(jax.tree.leaves(params), push.stage(params)):
+    hosts = 2 if fsdp * tensor == 4 and not x.is_fully_replicated else 1  # that this one lacks blocks of
+    assert sum(piece.addressable_shards[0].data.size for piece in pieces) == hosts * x.addressable_shards[0].data.size
   store.close()
+state = TrainState(params, (), put(np.int32(3), NamedSharding(meshes.learner, P())))
 
 # Arrays are saved once, host state by each process.
 checkpointer = Checkpointer(folder, keep=1, fingerprint={})
@@ -45,8 +54,8 @@ abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, shardin
 restored, host = checkpointer.restore(abstract)
 assert host["process"] == process
 assert len(host["rows"]) == process
-for shard in restored.params["w"].addressable_shards:
-  np.testing.assert_array_equal(shard.data, values[shard.index])
+for shard in restored.params["ends"]["embed"].addressable_shards:
+  np.testing.assert_array_equal(shard.data, values["ends"]["embed"][shard.index])
 checkpointer.close()
 print("done")
 """
@@ -57,6 +66,7 @@ def test_two_processes(tmp_path):
     free.bind(("localhost", 0))
     port = str(free.getsockname()[1])
   environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+  environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
   processes = [
     subprocess.Popen(
       [sys.executable, "-c", PROGRAM, str(i), port, str(tmp_path / "checkpoints")],
