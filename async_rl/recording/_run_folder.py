@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import socket
 from collections.abc import Iterator
@@ -133,6 +134,21 @@ class RunFolder:
     self.close()
 
 
+def find_checkpoints(path: str | pathlib.Path) -> pathlib.Path:
+  """Returns the folder of the checkpoints of a run, which may belong to another process.
+
+  Raises:
+    RunFolderError: if the folder holds no run, or its run has no checkpoint yet.
+  """
+  path = pathlib.Path(path).expanduser()
+  if not (path / _MARK).exists():
+    missing = f"{_MARK} is missing" if path.is_dir() else "there is no such folder"
+    raise RunFolderError(f"{path} holds no run: {missing}; give the folder of a run")
+  if not any(entry.name.isdecimal() for entry in path.glob("checkpoints/*")):
+    raise RunFolderError(f"the run in {path} has no checkpoint yet; wait for its first one")
+  return path / "checkpoints"
+
+
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
   """Yields "name: old value -> new value" for each difference of two JSON-like trees."""
   if isinstance(old, dict) and isinstance(new, dict):
@@ -189,5 +205,6 @@ def _check_same(path: pathlib.Path, fingerprint: Mapping[str, Any]) -> None:
   if changes:
     raise RunFolderError(
       f"{path} holds another run ({'; '.join(changes)}): undo these changes to resume it, "
-      "choose another folder, or pass --overwrite to delete it and start again"
+      f"choose another folder (where --init-from {shlex.quote(str(path))} starts from its parameters), or pass "
+      "--overwrite to delete it and start again"
     )

@@ -27,6 +27,7 @@ from async_rl.runtime._options import RESUMABLE
 from async_rl.runtime._options import Options
 from async_rl.runtime._options import check_types
 from async_rl.runtime._options import flatten
+from async_rl.runtime._stages import RunStage
 from async_rl.runtime._stages import ScorerStage
 from async_rl.runtime._stages import Stage
 from async_rl.runtime._stages import StageInputs
@@ -72,12 +73,19 @@ class Experiment:
     check_types(self.options)
     _check_numbers(flatten(self.options))
     _check_together(self.options, self.objective)
+    _check_other_folder(self.options)
 
   # What follows from the parts.
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns the options that make two runs the same."""
     return {"config": pathlib.Path(self.name).stem, **flatten(self.options, skip=RESUMABLE)}
+
+  @property
+  def first_stage(self) -> Stage | None:
+    """Returns the stage that makes the first parameters: `start`, or another run if the options name one."""
+    source = self.options.training.init_from
+    return self.start if source is None else RunStage(source, self.make_checkpointer)
 
   @property
   def keeps_reference(self) -> bool:
@@ -229,6 +237,18 @@ def _check_together(options: Options, objective: learning.Objective) -> None:
   if training.samples == 1 and not _rewards_one_sample(objective):
     raise ValueError(
       "*samples* must be at least 2 with these advantages, which compare the samples of a group, got samples=1."
+    )
+
+
+def _check_other_folder(options: Options) -> None:
+  """Refuses to start a run from its own folder, which `overwrite` would delete first."""
+  source, run_dir = options.training.init_from, options.output.run_dir
+  if source is None:
+    return
+  if pathlib.Path(source).expanduser().resolve().is_relative_to(pathlib.Path(run_dir).expanduser().resolve()):
+    raise ValueError(
+      f"*init_from* must be another folder than run_dir, got init_from={source!r} and run_dir={run_dir!r}; choose a "
+      "new run_dir."
     )
 
 

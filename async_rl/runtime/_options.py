@@ -47,6 +47,9 @@ class Training:
   epochs: int | None = None
   #: Keep the starting weights as a reference policy to measure the distance to it, even if the objective needs none.
   reference: bool = False
+  #: Folder of a run from whose newest checkpoint to take the first parameters, in place of the config's own start; the
+  #: optimizer is new.
+  init_from: str | None = None
 
   def __post_init__(self):
     check_number("seed", self.seed, whole=True, at_least=0, below=2**32)
@@ -54,6 +57,10 @@ class Training:
     check_number("samples", self.samples, whole=True, at_least=1)
     if self.epochs is not None:
       check_number("epochs", self.epochs, whole=True, at_least=1, remedy="leave it out for no limit")
+    if self.init_from == "":
+      raise ValueError(
+        "*init_from* must name the folder of a run, got init_from=''; leave it out to start without one."
+      )
 
 
 @dataclasses.dataclass(frozen=True)

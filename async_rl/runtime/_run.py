@@ -59,11 +59,11 @@ def train(experiment: Experiment) -> Summary:
     try:
       pool = tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout)
       session = Session(experiment, folder, stack.enter_context(pool), stop)
+      session.open(stack)
     except BaseException:
-      if not folder.resumed:  # nothing was computed, so remove the folder and let the corrected command reuse it
-        folder.remove()
+      if not folder.resumed and not any(folder.checkpoints.glob("[0-9]*")):
+        folder.remove()  # nothing was saved, so let the corrected command reuse the folder
       raise
-    session.open(stack)
     with stop.deferred():
       ended_early = _run_to_the_end(session)
     write_report(folder)

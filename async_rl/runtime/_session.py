@@ -158,7 +158,7 @@ class Session:
       if self.experiment.keeps_reference:
         set_starting_reference(self._learner, self.folder.reference, None)
       return host
-    start = self.experiment.start
+    start = self.experiment.first_stage
     params = start(self._stage_inputs) if start is not None else None
     self.state = self._learner.init(jax.random.key(self.experiment.options.training.seed), params)
     shutil.rmtree(self.folder.reference, ignore_errors=True)  # left by a run that ended before its first checkpoint

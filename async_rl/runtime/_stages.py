@@ -18,6 +18,8 @@ from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
 from async_rl.recording._checkpoint import Checkpointer
+from async_rl.recording._checkpoint import CheckpointError
+from async_rl.recording._run_folder import find_checkpoints
 from async_rl.rollout._mesh import Meshes
 from async_rl.rollout._prompts import PromptEncoder
 from async_rl.types import Prompt
@@ -98,6 +100,37 @@ class KeptStage:
       "options": dict(self.options),
     }
     return restore_or_make(self.folder, self.abstract(run), fingerprint, lambda: self.stage(run))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStage:
+  """A stage that takes the parameters of another run's newest whole checkpoint, and nothing else of it.
+
+  Attributes:
+    run_dir: the folder of the other run.
+    open_checkpoints: from a folder of checkpoints to those in it, which are refused if they are of another model.
+  """
+
+  run_dir: str
+  open_checkpoints: Callable[..., Checkpointer]
+
+  def __call__(self, run: StageInputs) -> models.Params:
+    """Returns the parameters, on the learner mesh.
+
+    Raises:
+      RunFolderError: if the folder holds no run with a checkpoint.
+      CheckpointError: if its checkpoints are of another model, or none of them can be read.
+    """
+    folder = find_checkpoints(self.run_dir)
+    with contextlib.closing(self.open_checkpoints(folder, read_only=True)) as checkpoints:
+      try:
+        params = checkpoints.restore_params(abstract_policy(run))
+      except CheckpointError as error:
+        raise CheckpointError(f"cannot start from init_from={self.run_dir!r}: {error}") from error
+      for damage in checkpoints.skipped.values():
+        print(f"damaged: {damage}", flush=True)
+      print(f"starting from the parameters of step {checkpoints.restored_step} of {self.run_dir}", flush=True)
+    return params
 
 
 def restore_or_make(
