@@ -65,7 +65,13 @@ class PromptEncoder:
       prompts: the prompts, by id.
       skip: whether prompts that it could not use are to be left out instead of refused.
     """
-    return tasks.check_prompts(prompts, self.tokenizer.encode_prompts, self.max_prompt_tokens, skip=skip)
+    return tasks.check_prompts(
+      prompts,
+      self.tokenizer.encode_prompts,
+      self.max_prompt_tokens,
+      same_answer=getattr(self.task, "same_answer", None),
+      skip=skip,
+    )
 
   def encode_answer(self, prompt: Prompt, answer: str) -> list[int]:
     """Encodes a tool's answer as the tokens that follow a turn of the model.

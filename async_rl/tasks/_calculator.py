@@ -83,6 +83,10 @@ class Calculator:
   def reward(self, prompt: Prompt, text: str, finish: str) -> float:
     return self.problems.reward(prompt, text, finish)
 
+  def same_answer(self, prompt: Prompt, other: Prompt) -> bool:
+    """Returns whether two solutions end in the same number."""
+    return self.problems.same_answer(prompt, other)
+
 
 def _equal(expression: str, value: str) -> bool:
   """Returns whether the calculator can read both, and shows the same for both."""

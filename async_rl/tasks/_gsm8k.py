@@ -77,6 +77,10 @@ class GSM8K:
     found = final_answer(text, marked=self.answer == "marked")
     return float(found is not None and found == _reference(prompt.answer))
 
+  def same_answer(self, prompt: Prompt, other: Prompt) -> bool:
+    """Returns whether two solutions end in the same number."""
+    return _reference(prompt.answer) == _reference(other.answer)
+
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
     """Returns the reference solution without its calculator annotations; `#### number` where there is only that."""
     del rng

@@ -87,6 +87,17 @@ class Maths:
     inside = boxed(text)
     return float(inside is not None and bool(inside.strip()) and _equal(prompt.answer, inside))
 
+  def same_answer(self, prompt: Prompt, other: Prompt) -> bool:
+    """Returns whether two references are equal, or cannot be compared.
+
+    Either of them may be the answer: math-verify's comparison is not symmetric.
+    """
+    a, b = prompt.answer, other.answer
+    try:
+      return a == b or _equal(a, b) or _equal(b, a)
+    except ValueError:
+      return True
+
 
 def _equal(reference: str, answer: str) -> bool:
   reference, answer = _normalized(reference), _normalized(answer)

@@ -21,6 +21,7 @@ BATCH = 1024
 
 Text = str | list[dict[str, str]]
 EncodePrompts = Callable[[Sequence[Text]], Sequence[Sequence[int]]]
+SameAnswer = Callable[[Prompt, Prompt], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +31,9 @@ class PromptCheck:
   Attributes:
     prompts: the number of prompts, those that are left out included.
     skipped: the ids of the prompts to leave out, in ascending order.
-    reasons: how many prompts are left out, by reason: `unreadable`, `misnumbered`, `blank` or `too long`.
-    repeated: the number of prompts whose text is that of an earlier one. They are used.
+    reasons: how many prompts are left out, by reason: `unreadable`, `misnumbered`, `blank`, `too long` or
+      `contradictory` (the same text with another answer).
+    repeated: the number of prompts that are used although their text is that of an earlier one.
     longest: the number of tokens of the longest prompt, 0 without an encoder.
     fingerprint: a hash of the texts and answers of all prompts and of `skipped`, for a resume to compare.
   """
@@ -71,6 +73,7 @@ def check_prompts(
   encode_prompts: EncodePrompts | None = None,
   max_tokens: int | None = None,
   *,
+  same_answer: SameAnswer | None = None,
   skip: bool = False,
 ) -> PromptCheck:
   """Reads every prompt once and finds those that a run could not use.
@@ -79,15 +82,18 @@ def check_prompts(
     prompts: the prompts of a split, item i with id i.
     encode_prompts: from texts to their token ids, such as a tokenizer's `encode_prompts`; None checks no tokens.
     max_tokens: the limit on the tokens of a prompt; None for no limit.
+    same_answer: whether two prompts of the same text have the same answer, such as a task's `same_answer`; None
+      compares their answers. All prompts of a text that has different ones are of no use.
     skip: whether such prompts are to be left out instead of refused.
 
   Raises:
     ValueError: if there are such prompts, unless `skip` is True and there are others. It names the first ones, with
       file and line where the task reads a file, the number of all, and the remedy.
   """
-  walk = _Walk(prompts, encode_prompts, max_tokens)
+  walk = _Walk(prompts, encode_prompts, max_tokens, same_answer or _have_same_answer)
   for start in range(0, len(prompts), BATCH):
     walk.check_batch(range(start, min(start + BATCH, len(prompts))))
+  walk.check_copies()
   if walk.problems and (not skip or len(walk.problems) == len(prompts)):
     raise ValueError(walk.describe())
   return walk.result()
@@ -96,13 +102,19 @@ def check_prompts(
 class _Walk:
   """The state of one walk over the prompts."""
 
-  def __init__(self, prompts: Sequence[Prompt], encode_prompts: EncodePrompts | None, max_tokens: int | None):
+  def __init__(
+    self,
+    prompts: Sequence[Prompt],
+    encode_prompts: EncodePrompts | None,
+    max_tokens: int | None,
+    same_answer: SameAnswer,
+  ):
     self._prompts = prompts
     self._encode = encode_prompts
     self._max_tokens = max_tokens
+    self._same_answer = same_answer
     self._hash = hashlib.sha256()
-    self._seen: set[str] = set()
-    self._repeated = 0
+    self._ids: dict[str, list[int]] = {}  # text -> ids of its prompts, in ascending order
     self._longest = 0
     self.problems: dict[int, tuple[str, str]] = {}  # id -> (reason, sentence)
 
@@ -118,6 +130,21 @@ class _Walk:
         self.problems[i] = "blank", "it has no tokens"
       elif self._max_tokens is not None and length > self._max_tokens:
         self.problems[i] = "too long", f"it has {length} tokens, more than max_prompt_tokens={self._max_tokens}"
+
+  def check_copies(self) -> None:
+    """Finds prompts of the same text whose answers contradict each other, once all were read."""
+    for ids in self._ids.values():
+      if len(ids) == 1:
+        continue
+      first = self._prompts[ids[0]]
+      others = {i for i in ids[1:] if not self._same_answer(first, self._prompts[i])}
+      for i in ids if others else ():
+        other = ids[0] if i in others else min(others)
+        sentence = f"it has another answer than the same prompt at {self._place(other)}"
+        self.problems.setdefault(i, ("contradictory", sentence))
+
+  def _place(self, i: int) -> str:
+    return self._prompts.where(i) if isinstance(self._prompts, Prompts) else f"prompt {i}"
 
   def _read(self, i: int) -> Prompt | None:
     """Returns prompt `i` with a text that can be encoded; notes the problem and returns None if it has none."""
@@ -136,8 +163,7 @@ class _Walk:
     if not _content(prompt.text).strip():
       self.problems[i] = "blank", "its text is blank"
       return None
-    self._repeated += text in self._seen
-    self._seen.add(text)
+    self._ids.setdefault(text, []).append(i)
     return prompt
 
   def _lengths(self, texts: Mapping[int, Text]) -> list[int]:
@@ -158,9 +184,8 @@ class _Walk:
 
   def describe(self) -> str:
     """Returns the sentence of the error."""
-    where = self._prompts.where if isinstance(self._prompts, Prompts) else "prompt {}".format
     shown = sorted(self.problems)[:SHOWN]
-    places = "; ".join(f"{where(i)}: {self.problems[i][1]}" for i in shown)
+    places = "; ".join(f"{self._place(i)}: {self.problems[i][1]}" for i in shown)
     more = f"; and {len(self.problems) - len(shown)} more" if len(self.problems) > len(shown) else ""
     raise_limit = f"raise max_prompt_tokens to {self._longest}, " if "too long" in self._reasons() else ""
     skipping = "or skip them (--skip-bad-prompts)" if len(self.problems) < len(self._prompts) else "or use other data"
@@ -175,14 +200,19 @@ class _Walk:
   def result(self) -> PromptCheck:
     skipped = tuple(sorted(self.problems))
     self._hash.update(json.dumps(skipped).encode())
+    used = [sum(i not in self.problems for i in ids) for ids in self._ids.values()]
     return PromptCheck(
       prompts=len(self._prompts),
       skipped=skipped,
       reasons=self._reasons(),
-      repeated=self._repeated,
+      repeated=sum(max(0, count - 1) for count in used),
       longest=self._longest if self._encode else 0,
       fingerprint=self._hash.hexdigest(),
     )
+
+
+def _have_same_answer(prompt: Prompt, other: Prompt) -> bool:
+  return json.dumps(_canonical(prompt.answer)) == json.dumps(_canonical(other.answer))
 
 
 def _canonical_text(text: Any) -> str:

@@ -105,6 +105,11 @@ class ReasoningGym:
     except Exception:  # the verifiers were written for well-formed answers and raise on others
       return 0.0
 
+  def same_answer(self, prompt: Prompt, other: Prompt) -> bool:
+    """Returns True: the verifier judges by the puzzle, whose recorded answer may be one of several."""
+    del prompt, other
+    return True
+
   def _verifier(self) -> Any:
     return _verifier(self.generator, pickle.dumps(dict(self.options)))
 

@@ -22,6 +22,8 @@ class Task(Protocol):
   so data sets are opened by `prompts`, never stored in it. Its module must be importable and must not import JAX.
 
   A task may also define `warm_up()`; each worker calls it once, outside the time limit, to import what `reward` needs.
+  And it may define `same_answer(prompt, other)`: whether two prompts of the same text agree in what is rewarded.
+  Otherwise their answers must be equal, or the run refuses them before its first step.
   """
 
   @property

@@ -11,7 +11,7 @@ from async_rl.types import Prompt
 
 TOKENIZER = models.SentencePieceTokenizer(models.train_sentencepiece(["0123456789+=;"]))
 #: Numbers of one to nine digits.
-PROMPTS = [Prompt(i, "1" * (i % 9 + 1), i) for i in range(50)]
+PROMPTS = [Prompt(i, "1" * (i % 9 + 1), i % 9) for i in range(50)]
 
 
 def encoder(max_prompt_tokens=10):  # BOS included

@@ -68,3 +68,23 @@ def test_other_data_do_not_resume_a_run(tmp_path):
   with pytest.raises(recording.CheckpointError, match="training prompts are not those that .*run was started with"):
     runtime.train(long_tiny(tmp_path / "run", steps=3, **other))
   assert runtime.train(long_tiny(tmp_path / "run", steps=3, **given)).version == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class ContradictorySums(DigitSums):
+  """Prompts 3 and 9 have the text of prompt 1, and prompt 9 another answer."""
+
+  def prompts(self, split):
+    prompts = super().prompts(split)
+    changed = {3: prompts[1]._replace(id=3), 9: prompts[1]._replace(id=9, answer="another")}
+    return tasks.Prompts(
+      range(len(prompts)), lambda _, i: changed.get(i, prompts[i]) if split == "train" else prompts[i]
+    )
+
+
+def test_prompts_that_contradict_each_other_are_refused_or_left_out_and_counted(tmp_path, capfd):
+  with pytest.raises(ValueError, match="3 of 64 .*: prompt 1: it has another answer than the same prompt at prompt 9;"):
+    runtime.train(long_tiny(tmp_path / "run", ContradictorySums))
+  assert not (tmp_path / "run").exists()
+  assert runtime.train(long_tiny(tmp_path / "run", ContradictorySums, skip_bad_prompts=True)).version == 2
+  assert "3 of 64 prompts are left out (3 contradictory)" in capfd.readouterr().err

@@ -48,8 +48,9 @@ BAD = [
 ]
 
 
-def prompts_of(texts):
-  return [Prompt(i, text, i) for i, text in enumerate(texts)]
+def prompts_of(texts, answers=None):
+  """Prompts of these texts; equal ones have equal answers unless others are given."""
+  return [Prompt(i, text, texts.index(text) if answers is None else answers[i]) for i, text in enumerate(texts)]
 
 
 def test_good_prompts_pass():
@@ -88,6 +89,73 @@ def test_following_the_remedy_works():
 def test_nothing_is_left_where_all_are_bad():
   with pytest.raises(ValueError, match="2 of 2 prompts cannot be used: .* or use other data"):
     tasks.check_prompts(prompts_of(["", " "]), by_words, 3, skip=True)
+
+
+def test_the_same_prompt_with_another_answer_is_refused_or_left_out_wherever_it_stands():
+  prompts = prompts_of(["a", "b", "a", "b", "a", "c"], [1, 2, 1, 2, 3, 4])
+  with pytest.raises(ValueError, match="cannot be used") as caught:
+    tasks.check_prompts(prompts, by_words, 3)
+  assert str(caught.value) == (
+    "3 of 6 prompts cannot be used: "
+    "prompt 0: it has another answer than the same prompt at prompt 4; "
+    "prompt 2: it has another answer than the same prompt at prompt 4; "
+    "prompt 4: it has another answer than the same prompt at prompt 0. "
+    "Correct the data, or skip them (--skip-bad-prompts)."
+  )
+  check = tasks.check_prompts(prompts, by_words, 3, skip=True)
+  assert (check.skipped, check.reasons, check.repeated) == ((0, 2, 4), {"contradictory": 3}, 1)
+  assert "3 of 6 prompts are left out (3 contradictory); 1 of 6 prompts repeat an earlier one" in check.describe()
+
+
+@pytest.mark.parametrize(
+  ("answer", "other", "same"),
+  [
+    (1, 1, True),
+    (1, "1", False),
+    (1.0, 1, False),
+    ({"a": 1}, {"a": 1}, True),
+    ((1, 2), [1, 2], True),
+    (None, 0, False),
+  ],
+)
+def test_answers_are_compared_as_they_are_unless_the_task_knows_better(answer, other, same):
+  prompts = [Prompt(0, chat("a"), answer), Prompt(1, chat("a"), other), Prompt(2, "b", 0)]
+  assert tasks.check_prompts(prompts, skip=True).skipped == (() if same else (0, 1))
+  assert tasks.check_prompts(prompts, same_answer=lambda a, b: True).repeated == 1
+
+
+def test_a_prompt_with_another_problem_keeps_it():
+  prompts = prompts_of(["a b c d", "a b c d", "a"], [1, 2, 3])
+  assert tasks.check_prompts(prompts, by_words, 3, skip=True).reasons == {"too long": 2}
+
+
+ANSWERS_OF_TASKS = [
+  (tasks.GSM8K(), ["2 + 2 = 4 #### 4", "#### 4.0", "4"], ["#### 5"]),
+  (tasks.Calculator(), ["<<2+2=4>>4 #### 4", "4"], ["#### 40"]),
+  (tasks.Maths(""), [r"\frac{1}{2}", "0.5", "1/2"], ["2", r"\frac{1}{3}"]),
+  (tasks.Summaries("posts"), ["short", "another summary"], []),
+]
+
+
+@pytest.mark.parametrize(("task", "same", "others"), ANSWERS_OF_TASKS, ids=[t.name for t, *_ in ANSWERS_OF_TASKS])
+def test_tasks_compare_what_they_reward(task, same, others):
+  if task.name == "maths":
+    pytest.importorskip("math_verify", reason="needs math-verify")
+  first = Prompt(0, "a", same[0])
+  assert all(task.same_answer(first, first._replace(answer=answer)) for answer in same)
+  assert not any(task.same_answer(first, first._replace(answer=answer)) for answer in others)
+
+
+def test_both_lines_of_a_contradiction_are_named(tmp_path):
+  rows = [{"question": "one", "answer": "#### 1"}, {"question": "two", "answer": "2"}]
+  rows += [{"question": "one", "answer": "is it? #### 1"}, {"question": "two", "answer": "#### 3"}]
+  (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  task = tasks.GSM8K(tmp_path)
+  path = f"{tmp_path}/train.jsonl"
+  with pytest.raises(ValueError, match=f"{path}:2: it has another answer than the same prompt at {path}:4; {path}:4: "):
+    tasks.check_prompts(task.prompts("train"), same_answer=task.same_answer)
+  check = tasks.check_prompts(task.prompts("train"), same_answer=task.same_answer, skip=True)
+  assert (check.skipped, check.repeated) == ((1, 3), 1)
 
 
 def test_ids_are_positions():
@@ -137,7 +205,7 @@ ANSWERS = [{"b": 1, "a": {"x", "y", "z"}}, (1, 2.5, None), np.arange(3), b"bytes
 def test_the_fingerprint_is_the_same_in_every_process():
   code = (
     "import test_prompt_check as t; from async_rl import tasks; from async_rl.types import Prompt\n"
-    "print(tasks.check_prompts([Prompt(i, 'a', a) for i, a in enumerate(t.ANSWERS)]).fingerprint)"
+    "print(tasks.check_prompts([Prompt(i, str(i), a) for i, a in enumerate(t.ANSWERS)]).fingerprint)"
   )
   found = {
     subprocess.run(
