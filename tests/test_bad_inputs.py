@@ -1,9 +1,11 @@
 """Bad inputs that users bring, one table: where each enters, and the error that names it, its value and the remedy."""
 
+import fractions
 import gzip
 import json
 import math
 import pathlib
+import re
 import shutil
 
 import ml_dtypes
@@ -275,3 +277,60 @@ def test_a_bad_input_is_refused_in_one_sentence(tmp_path, enter, words, kind):
 )
 def test_an_unusual_input_is_read(tmp_path, enter, holds):
   assert holds(enter(tmp_path))
+
+
+class Mute(Exception):
+  """An error whose text cannot be had."""
+
+  def __str__(self):
+    raise ZeroDivisionError
+
+
+class Rewards:
+  """A task that rewards a sample with a value, or raises it."""
+
+  name = "rewards"
+
+  def __init__(self, value):
+    self._value = value
+
+  def reward(self, prompt, text, finish):
+    if isinstance(self._value, BaseException):
+      raise self._value
+    return self._value
+
+
+def judged(value):
+  with tasks.RewardPool(Rewards(value), workers=0) as pool:
+    return pool.submit(types.Prompt(0, "a", None), "text", types.STOP).result()
+
+
+@pytest.mark.parametrize(
+  ("value", "reason"),
+  [
+    (None, "raised TypeError: .* not 'NoneType'"),
+    (1j, "raised TypeError: .* not 'complex'"),
+    ((1.0, "right"), "raised TypeError: .* not 'tuple'"),
+    ({"reward": 1.0}, "raised TypeError: .* not 'dict'"),
+    (np.array([1.0, 0.0]), "raised TypeError"),
+    ("full marks", "raised ValueError: .*'full marks'"),
+    (np.float64(1e39), r"non-finite reward 1e\+39"),
+    (-math.inf, "non-finite reward -inf"),
+    (10**400, "raised OverflowError"),
+    (MemoryError(), "raised MemoryError"),
+    (StopIteration(), "raised StopIteration"),
+    (ValueError("two\nlines"), "raised ValueError: two lines"),
+    (Mute(), r"raised Mute: \(its text raises ZeroDivisionError\)"),
+  ],
+)
+def test_a_reward_of_no_use_fails_its_sample_with_a_reason_of_one_line(value, reason):
+  result = judged(value)
+  assert result.failed
+  assert result.value == 0.0
+  assert re.match(reason, result.reason)
+  assert "\n" not in result.reason
+
+
+@pytest.mark.parametrize("value", [True, "0.5", fractions.Fraction(1, 2), np.float32(-3), np.array(0.5)])
+def test_any_number_is_a_reward(value):
+  assert judged(value) == tasks.RewardResult(float(value))

@@ -107,7 +107,12 @@ def answer(task: ToolTask, prompt: Prompt, turns: Sequence[str]) -> ToolResult:
 
 
 def _raised(error: BaseException) -> str:
-  return f"raised {type(error).__name__}: {error}"[:500]
+  """Returns a line about an error, also about one whose text cannot be had."""
+  try:
+    text = " ".join(str(error).split())
+  except Exception as second:
+    text = f"(its text raises {type(second).__name__})"
+  return f"raised {type(error).__name__}: {text}"[:500]
 
 
 #: Calls a worker can serve: the function, and the result to report if the call fails. Those listed first are served
