@@ -120,7 +120,8 @@ class Checkpointer:
       meta=ocp.args.JsonSave(self._fingerprint | ({"base": self._base} if frozen else {})),
     )
     with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
-      self._manager.save(step, args=items)
+      if not self._manager.save(step, args=items):
+        raise ValueError(f"it is older than the newest, of step {self.latest_step}")
 
   def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
     """Reads a checkpoint.
@@ -182,7 +183,12 @@ class Checkpointer:
       except DamagedCheckpointError as error:
         self.skipped[newest] = str(error)
         errors.append(error)
-    raise errors[0]
+    if len(errors) == 1:
+      raise errors[0]
+    raise DamagedCheckpointError(
+      f"none of the checkpoints in {self.folder} can be read: restore one from a copy, or start again with "
+      f"--overwrite; the newest: {errors[0]}"
+    )
 
   def _restore_step(self, step: int, targets: dict[str, Any], **others: Any) -> Any:
     trained, frozen = split_trainable(targets["params"])

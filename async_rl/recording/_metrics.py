@@ -71,7 +71,8 @@ class MetricsWriter:
 
   Attributes:
     rows: the number of rows in the file.
-    damaged: one sentence for each line of an earlier file that was not a row, and so was dropped.
+    damaged: one sentence for each line of an earlier file that was not a row, and so was dropped, and one if the file
+      lacked rows.
 
   Raises:
     ImportError: if `wandb` is asked for and not installed.
@@ -97,6 +98,8 @@ class MetricsWriter:
         self.damaged.append(f"{row}; the line was dropped")
       elif row["step"] <= resume_step:
         kept.append(json.dumps(row) + "\n")
+    if resume_rows is not None and len(kept) + len(self.damaged) < resume_rows:
+      self.damaged.append(f"{folder.metrics} has {len(kept)} of the {resume_rows} rows before the checkpoint")
     self.rows = len(kept)
     temporary = folder.metrics.with_suffix(".tmp")
     temporary.write_text("".join(kept))

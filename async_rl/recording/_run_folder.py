@@ -197,10 +197,10 @@ def _remove_contents(path: pathlib.Path) -> None:
 def _check_same(path: pathlib.Path, fingerprint: Mapping[str, Any]) -> None:
   try:
     old = json.loads((path / _MARK).read_text())
-  except ValueError as error:
-    raise RunFolderError(
-      f"{path / _MARK} is damaged: choose another folder, or pass --overwrite to delete the run"
-    ) from error
+  except ValueError:
+    old = None
+  if not isinstance(old, dict):
+    raise RunFolderError(f"{path / _MARK} is damaged: choose another folder, or pass --overwrite to delete the run")
   changes = list(differences(old, fingerprint))
   if changes:
     raise RunFolderError(

@@ -52,25 +52,26 @@ class ScheduleRecorder:
     position: the number of events to keep of an earlier run: the `position` at the resumed checkpoint. Later events,
       whose effects the checkpoint does not have, are cut off.
 
-  Raises:
-    ValueError: if the file has fewer events than `position`.
+  Attributes:
+    damaged: one sentence if the file lacked some of the events to keep. The run goes on, but cannot be replayed.
   """
 
   def __init__(self, path: str | os.PathLike[str], position: int = 0):
     self._lock = threading.Lock()
     self._pending: list[str] = []
-    self._position = position
-    kept = 0
-    if position:
+    lines = []
+    if position and pathlib.Path(path).exists():
       with open(path, "rb") as earlier:
-        lines = list(itertools.islice(earlier, position))
-      if len(lines) < position:
-        raise ValueError(
-          f"{path} has {len(lines)} events, but the checkpoint was made after {position}; restore the file."
-        )
-      kept = sum(map(len, lines))
+        lines = [line for line in itertools.islice(earlier, position) if line.endswith(b"\n")]
+    self._position = len(lines)
+    self.damaged: list[str] = []
     self._file = open(path, "ab")  # noqa: SIM115, closed by `close`
-    self._file.truncate(kept)
+    self._file.truncate(sum(map(len, lines)))
+    if len(lines) < position:
+      self.damaged.append(
+        f"{path} has {len(lines)} of the {position} events before the checkpoint, so the run cannot be replayed"
+      )
+      self.record("resume")
 
   def record(self, kind: str, *details: Any) -> None:
     """Adds an event."""

@@ -91,6 +91,11 @@ class Session:
     self._prompts = PromptStream(
       inputs.encoder, inputs.prompts, training.seed, training.epochs, self._prompt_check.skipped
     )
+    if folder.metrics.exists() and not folder.checkpoints.exists():
+      raise CheckpointError(
+        f"{folder.path} holds a run whose checkpoints are missing: restore {folder.checkpoints}, or pass --overwrite "
+        "to delete the run and start again."
+      )
     self._checkpoints = experiment.make_checkpointer(folder.checkpoints)
     self._ledger = Ledger()
     self.buffer = RolloutBuffer(
@@ -123,7 +128,7 @@ class Session:
     stack.callback(self._writer.close)
     self._progress = Progress(options.length.steps, self.version)
     stack.callback(self._progress.close)
-    for damage in (*self._checkpoints.skipped.values(), *self._writer.damaged):
+    for damage in (*self._checkpoints.skipped.values(), *self._recorder.damaged, *self._writer.damaged):
       self._progress.note(f"damaged: {damage}")
     self._checkpoints.set_aside_skipped()
     if note := self._prompt_check.describe():
@@ -154,7 +159,11 @@ class Session:
           f"The training prompts are not those that {self.folder.path} was started with; restore the data set to "
           "resume, or start another run with the new one."
         )
-      self.version = int(self.state.version)
+      self.version, named = int(self.state.version), self._checkpoints.restored_step
+      if self.version != named:
+        raise CheckpointError(
+          f"{self._checkpoints.folder / str(named)} holds step {self.version}: give the folder that name."
+        )
       if self.experiment.keeps_reference:
         set_starting_reference(self._learner, self.folder.reference, None)
       return host

@@ -38,10 +38,22 @@ def test_resume_cuts_off_what_the_checkpoint_does_not_have(tmp_path):
   recorder.close()
   assert list(read_schedule(path)) == EVENTS
 
-  with pytest.raises(ValueError, match="has 6 events, but the checkpoint was made after 7"):
-    ScheduleRecorder(path, position=7)
   ScheduleRecorder(path).close()
   assert list(read_schedule(path)) == []
+
+
+@pytest.mark.parametrize("lines", [['["chunk"]\n', '["chu'], None], ids=["cut off", "missing"])
+def test_a_schedule_that_lacks_events_goes_on_but_cannot_be_replayed(tmp_path, lines):
+  path = tmp_path / "schedule.jsonl"
+  if lines is not None:
+    path.write_text("".join(lines))
+  kept = 1 if lines else 0
+  recorder = ScheduleRecorder(path, position=7)
+  assert recorder.damaged == [f"{path} has {kept} of the 7 events before the checkpoint, so the run cannot be replayed"]
+  recorder.record("submit", 3)
+  assert recorder.flush() == kept + 2
+  recorder.close()
+  assert list(read_schedule(path)) == [("chunk",)] * kept + [("resume",), ("submit", 3)]
 
 
 def test_threads_lose_no_event(tmp_path):
