@@ -20,6 +20,8 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from async_rl.rollout._tpu_chips import choose_learners
+
 #: Mesh axes, outermost first: copies of the parameters, parameters split and gathered, and split matrix products.
 AXES = ("data", "fsdp", "tensor")
 
@@ -81,7 +83,8 @@ def make_meshes(
 def split_devices(devices: Sequence[D], generation: float | None, process_index: int) -> tuple[list[D], list[D]]:
   """Returns the devices on which process `process_index` samples, and those of all processes that learn.
 
-  Both are in order of process and id. See `make_meshes` for `generation`.
+  Both are in order of process and id. The last devices of a process sample; on TPUs, the chips of which the compiler
+  accepts the others for one program, see `choose_learners`. See `make_meshes` for `generation`.
   """
   hosts: dict[int, list[D]] = collections.defaultdict(list)
   for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
@@ -100,7 +103,31 @@ def split_devices(devices: Sequence[D], generation: float | None, process_index:
         f"give a number from 1 to {size - 1}, a fraction, or 0 to share the devices"
       )
   local = hosts[process_index]
-  return local[size - count :] or local, [device for host in hosts.values() for device in host[: size - count]]
+  if count == 0:
+    return local, [device for host in hosts.values() for device in host]
+  learners = _choose_learners(list(hosts.values()), size - count)
+  learning = [device for host in learners for device in host]
+  return [device for device in local if device not in learning], learning
+
+
+def _choose_learners(hosts: Sequence[Sequence[D]], count: int) -> Sequence[Sequence[D]]:
+  """Returns the `count` devices of every host that learn.
+
+  Raises:
+    ValueError: if a TPU's compiler refuses all sets of so many; it names the nearest number of generation devices.
+  """
+  if hosts[0][0].platform != "tpu":
+    return [host[:count] for host in hosts]
+  if chosen := choose_learners(hosts, count):
+    return chosen
+  size = len(hosts[0])
+  accepted = [n for n in range(1, size) if choose_learners(hosts, size - n)]
+  nearest = min(accepted, key=lambda n: abs(n - (size - count)), default=0)
+  raise ValueError(
+    f"*generation_devices* must leave chips for which the compiler makes one program, got generation_devices="
+    f"{size - count} of {size} on each of {len(hosts)} hosts with {hosts[0][0].device_kind}; the nearest that works is "
+    f"generation_devices={nearest}{'' if accepted else ', by which all chips do both'}."
+  )
 
 
 def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1) -> Mesh:

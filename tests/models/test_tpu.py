@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+from studies import tpu_splits
 
 from async_rl import models
 
@@ -43,3 +44,14 @@ def test_a_sharded_policy_compiles_for_tpus(monkeypatch):
   program = jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, rows, rows, rows).compile().as_text()
   # Forward, dq and dkv for each kind of layer, and no forward again: remat="attention" kept what it gave.
   assert program.count('custom_call_target="tpu_custom_call"') == 6
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4 one host", "v6e:4x4", "v5p:2x2x2"])
+def test_the_compiler_accepts_the_splits_of_slices(topology):
+  """Of more slices, `python tests/studies/tpu_splits.py` shows it."""
+  outcomes = tpu_splits.outcomes(topology)
+  chips = 8 if "one host" in topology else 4
+  assert len(outcomes) == chips - 1
+  refused = [split for split, outcome in outcomes.items() if outcome == "refused"]
+  assert refused == (["v6e:4x4, 4 hosts, 3 of 4 generate"] if topology == "v6e:4x4" else [])
+  assert set(outcomes.values()) <= {"refused", "learns and generates"}

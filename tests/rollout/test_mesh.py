@@ -48,7 +48,7 @@ def test_one_device_has_both_roles():
 
 
 def test_each_process_splits_its_own_devices():
-  devices = [SimpleNamespace(process_index=i % 2, id=i) for i in range(8)]
+  devices = [SimpleNamespace(process_index=i % 2, id=i, platform="gpu") for i in range(8)]
   for process, sampling_ids in enumerate([[6], [7]]):
     sampling, learning = split_devices(devices, 0.25, process)
     assert [d.id for d in sampling] == sampling_ids
@@ -84,3 +84,42 @@ def test_impossible_split_is_refused(generation):
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(sizes, message):
   with pytest.raises(ValueError, match=message):
     make_meshes(**sizes)
+
+
+def slice_of(kind, width, height, hosts=None):
+  """Stand-ins for the chips of a planar slice, whose hosts have two by two of them unless it is all one host's."""
+  chips = []
+  for i in range(width * height):
+    x, y = i % width, i // width
+    host = 0 if hosts == 1 else x // 2 + y // 2 * (width // 2)
+    chips.append(SimpleNamespace(process_index=host, id=i, coords=[x, y, 0], platform="tpu", device_kind=f"TPU {kind}"))
+  return chips
+
+
+@pytest.mark.parametrize(
+  ("chips", "generation", "learning", "sampling"),
+  [
+    (slice_of("v5 lite", 2, 4, hosts=1), 2, [1, 2, 3, 4, 5, 6], [0, 7]),
+    (slice_of("v5 lite", 2, 4, hosts=1), 4, [0, 1, 2, 3], [4, 5, 6, 7]),
+    (slice_of("v5 lite", 2, 4), None, [2, 3, 4, 5], [0, 1]),
+    (slice_of("v6 lite", 4, 4), 2, [1, 5, 2, 6, 9, 13, 10, 14], [0, 4]),
+    (slice_of("v6 lite", 4, 4), 1, [0, 1, 4, 2, 3, 6, 8, 9, 12, 10, 11, 14], [5]),
+    (slice_of("v5", 2, 4), 3, [0, 4], [1, 2, 3]),
+  ],
+)
+def test_the_chips_that_learn_are_those_that_the_compiler_accepts(chips, generation, learning, sampling):
+  found = split_devices(chips, generation, 0)
+  assert [[chip.id for chip in role] for role in found] == [sampling, learning]
+
+
+@pytest.mark.parametrize(
+  ("chips", "generation", "message"),
+  [
+    (slice_of("v6 lite", 4, 4), 3, "generation_devices=3 of 4 on each of 4 hosts .* is generation_devices=2"),
+    (slice_of("v6 lite", 8, 8), None, "generation_devices=2 of 4 on each of 16 hosts .* is generation_devices=1"),
+    (slice_of("v5 lite", 4, 8), None, "generation_devices=2 of 4 .* generation_devices=0, by which all chips do both"),
+  ],
+)
+def test_chips_that_no_compiler_accepts_are_refused_with_the_nearest_that_work(chips, generation, message):
+  with pytest.raises(ValueError, match=message):
+    split_devices(chips, generation, 0)
