@@ -15,5 +15,10 @@ def suggestion(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
   >>> suggestion("tset", ["train", "test"]), suggestion("all", ["train", "test"])
   ("did you mean 'test'?", 'choose one of test, train')
   """
-  near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
-  return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(names))}"
+  nearest = find_nearest(name, names, cutoff)
+  return f"did you mean {nearest!r}?" if nearest else f"choose one of {', '.join(sorted(names))}"
+
+
+def find_nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str | None:
+  """Returns the nearest of `names`, None if none is near; arguments as in `suggestion`."""
+  return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)

@@ -1,10 +1,12 @@
 """Checks of arguments, shared by every folder that takes numbers which may be traced."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
+
+from async_rl._suggestions import find_nearest
 
 
 def check_number(
@@ -69,10 +71,12 @@ def check_multiple(name: str, value: int, of: int, meaning: str) -> None:
     )
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-  """Raises a ValueError unless *value* is one of *choices*."""
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+  """Raises a ValueError unless *value* is one of *choices*; it suggests the nearest one."""
   if value not in choices:
-    raise ValueError(f"*{name}* must be one of {', '.join(map(repr, choices))}, got {name}={value!r}.")
+    nearest = find_nearest(str(value), choices)
+    remedy = f"; did you mean {nearest!r}?" if nearest else "."
+    raise ValueError(f"*{name}* must be one of {', '.join(map(repr, choices))}, got {name}={value!r}{remedy}")
 
 
 def _is_real(dtype: np.dtype, whole: bool) -> bool:

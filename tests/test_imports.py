@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "async_rl"
 #: What each folder may import of the package, beside itself.
 ALLOWED = {
   "types": set(),
-  "_validation": set(),
+  "_validation": {"_suggestions"},
   "_arrays": {"_validation"},
   "_monitor": set(),
   "_suggestions": set(),

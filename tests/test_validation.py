@@ -79,3 +79,7 @@ def test_a_choice_is_one_of_its_values():
   _validation.check_choice("kind", "a", ("a", "b"))
   with pytest.raises(ValueError, match=r"\*kind\* must be one of 'a', 'b', got kind='c'\."):
     _validation.check_choice("kind", "c", ("a", "b"))
+  with pytest.raises(ValueError, match=r"must be one of 'train', 'test', got split='tset'; did you mean 'test'\?$"):
+    _validation.check_choice("split", "tset", {"train": 0, "test": 1})
+  with pytest.raises(ValueError, match=r"must be one of 'a', 'b', got kind=None\.$"):
+    _validation.check_choice("kind", None, ("a", "b"))

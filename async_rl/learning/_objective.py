@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from async_rl import losses
 from async_rl import models
+from async_rl._validation import check_choice
 
 Array = jax.Array
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
@@ -247,8 +248,7 @@ def _ones(rewards: Array, groups: Array, num_groups: int) -> Array:
 
 
 def _look_up(registry: Mapping[str, Any], argument: str, name: str) -> Any:
-  if name not in registry:
-    raise ValueError(f"*{argument}* must be one of {', '.join(registry)}; got {argument}={name!r}.")
+  check_choice(argument, name, registry)
   return registry[name]
 
 

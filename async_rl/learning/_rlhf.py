@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from async_rl import losses
+from async_rl._validation import check_choice
 from async_rl.learning._objective import AGGREGATIONS
 from async_rl.learning._objective import Objective
 
@@ -56,9 +57,8 @@ def rlhf_objective(
   Raises:
     ValueError: if a name is unknown.
   """
-  for field, value, names in (("method", method, get_args(Method)), ("kl", kl, get_args(KL))):
-    if value not in names:
-      raise ValueError(f"*{field}* must be one of {', '.join(names)}; got {field}={value!r}.")
+  check_choice("method", method, get_args(Method))
+  check_choice("kl", kl, get_args(KL))
   loss: losses.PolicyLossFn = losses.reinforce
   advantages: Callable[..., Array] = _best_of_n
   if method in ("online_dpo", "ipo"):

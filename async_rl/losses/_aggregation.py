@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_choice
 from async_rl.losses._ratios import check_mask
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -57,8 +58,7 @@ def aggregate(
   3.0
   """
   check_mask(mask, loss=loss)
-  if method not in get_args(Aggregation):
-    raise ValueError(f"*method* must be one of {get_args(Aggregation)}, got method={method!r}.")
+  check_choice("method", method, get_args(Aggregation))
   if (method == "constant") == (max_length is None):
     raise ValueError(f"*max_length* goes with method='constant' only, got method={method!r}, max_length={max_length}.")
   per_sequence = jnp.sum(jnp.where(mask, jnp.asarray(loss, jnp.float32), 0.0), axis=-1)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_choice
 from async_rl.losses._ratios import LOG_CLAMP
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import clamped_exp
@@ -38,15 +39,14 @@ def kl_estimate(
   >>> kl_estimate(jnp.array([[0.0]]), jnp.array([[2.0]]), jnp.array([[True]]), estimator="k2")
   Array([[2.]], dtype=float32)
   """
+  check_choice("estimator", estimator, get_args(KLEstimator))
   difference = log_ratios(logprobs, reference, mask)
   if estimator == "k1":
     return difference
   if estimator == "k2":
     return jnp.square(difference) / 2.0
-  if estimator == "k3":
-    difference = jnp.maximum(difference, -LOG_CLAMP)
-    return jnp.exp(-difference) - 1.0 + difference
-  raise ValueError(f"*estimator* must be one of {get_args(KLEstimator)}, got estimator={estimator!r}.")
+  difference = jnp.maximum(difference, -LOG_CLAMP)
+  return jnp.exp(-difference) - 1.0 + difference
 
 
 def kl_loss(

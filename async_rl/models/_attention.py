@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
 
+from async_rl._validation import check_choice
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import fit_sharding
 
@@ -28,8 +29,7 @@ def resolve_backend(backend: str, device: jax.Device, head_dim: int) -> str:
   "auto" is splash attention on TPUs, and cuDNN on GPUs that have it: of compute capability 8.0 and, for heads wider
   than 128, 9.0. Everywhere else it is XLA.
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"attention must be one of {BACKENDS}, got attention={backend!r}.")
+  check_choice("attention", backend, BACKENDS)
   if backend != "auto":
     return backend
   if device.platform == "tpu":

@@ -24,6 +24,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from async_rl._validation import check_choice
 from async_rl.models import _attention
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
@@ -175,10 +176,8 @@ class Policy:
   lora: LoRA | None = None
 
   def __post_init__(self):
-    if self.remat not in REMAT:
-      raise ValueError(f"remat must be one of {REMAT}, got remat={self.remat!r}; choose one of them.")
-    if self.dtype not in ("float32", "bfloat16"):
-      raise ValueError(f"dtype must be 'float32' or 'bfloat16', got dtype={self.dtype!r}; choose one of them.")
+    check_choice("remat", self.remat, REMAT)
+    check_choice("dtype", self.dtype, ("float32", "bfloat16"))
     _attention.resolve_backend(self.attention, self._device, self.config.head_dim)
 
   def init(self, key: Array) -> Params:

@@ -27,6 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from async_rl._validation import check_choice
+from async_rl._validation import check_number
+
 Event = tuple[Any, ...]
 
 #: Distributions of simulated lag.
@@ -146,12 +149,9 @@ class LagDistribution:
   tail: float = 1.0
 
   def __post_init__(self):
-    if self.max_lag < 0:
-      raise ValueError(f"*max_lag* must be at least 0, got max_lag={self.max_lag}.")
-    if self.kind not in LAG_KINDS:
-      raise ValueError(f"*kind* must be one of {', '.join(LAG_KINDS)}, got kind={self.kind!r}.")
-    if not self.tail > 0:
-      raise ValueError(f"*tail* must be above 0, got tail={self.tail}.")
+    check_number("max_lag", self.max_lag, whole=True, at_least=0)
+    check_choice("kind", self.kind, LAG_KINDS)
+    check_number("tail", self.tail, above=0, finite=False)
 
   def lag(self, step: int) -> int:
     """Returns the intended lag of `step` (it is less at the very start, where nothing so old exists)."""

@@ -28,6 +28,8 @@ def train_on_groups(
 ) -> Iterator[tuple[int, TrainState, dict[str, jax.Array]]]:
   """Takes `steps` optimizer steps and yields each one's number (from 1), state and metrics.
 
+  A step is launched once the one before is done: a signal, or a look at the state, never waits for a long queue.
+
   Args:
     learner: the learner, whose batch has `groups` groups.
     params: the first parameters; `None` starts from random ones.
@@ -37,10 +39,12 @@ def train_on_groups(
     seed: the seed of random parameters.
   """
   state = learner.init(jax.random.key(seed), params)
+  previous: dict[str, jax.Array] = {}
   for step in range(1, steps + 1):
     batch = learning.pack(list(itertools.islice(data, groups)), learner.shape)
-    state, metrics = learner.step(state, learner.put(batch))
-    yield step, state, metrics
+    jax.block_until_ready(previous)
+    state, previous = learner.step(state, learner.put(batch))
+    yield step, state, previous
 
 
 def make_adam(learning_rate: float) -> optax.GradientTransformation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
+import time
 from typing import Any
 from typing import NoReturn
 
@@ -361,7 +362,8 @@ class Session:
     self.stop.activity = f"saving step {self.version}"
     self.save()
     self._checkpoints.wait()
-    raise self.stop.interrupted(f"after step {self.version}")
+    seconds = time.monotonic() - self.stop.requested_at
+    raise self.stop.interrupted(f"after step {self.version}, saved {seconds:.1f} s after the signal")
 
   def save(self) -> None:
     """Starts a checkpoint of the current version, the actor paused between two chunks."""

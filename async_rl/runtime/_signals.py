@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,10 +44,12 @@ class StopSignal:
 
   Attributes:
     activity: the work at hand, for the answer to the user, such as "evaluating version 3".
+    requested_at: the time at which the first signal arrived, by `time.monotonic`; infinite if none did.
   """
 
   def __init__(self) -> None:
     self.activity = "starting"
+    self.requested_at = math.inf
     self._number = 0
     self._deferred = False
 
@@ -56,6 +60,7 @@ class StopSignal:
 
   def request(self, number: int = signal.SIGTERM) -> None:
     """Requests the stop as if signal `number` had arrived."""
+    self.requested_at = min(self.requested_at, time.monotonic())
     self._number = self._number or number
 
   def check(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from async_rl._validation import check_choice
+
 ON_UPDATE = ("keep", "recompute")
 LOGPROBS_OF = ("plain", "truncated")
 _GRANULE = 16  # lengths are multiples of this
@@ -74,8 +76,7 @@ class SamplerConfig:
       raise ValueError(
         f"temperature must be finite and at least 0, got temperature={self.temperature}; 1 draws from the policy."
       )
-    if self.on_update not in ON_UPDATE:
-      raise ValueError(f"on_update must be one of {ON_UPDATE}, got on_update={self.on_update!r}; choose one of them.")
+    check_choice("on_update", self.on_update, ON_UPDATE)
     if not 0 <= self.seed < 2**32:
       raise ValueError(f"seed must lie in 0..2**32-1, got seed={self.seed}; choose another one.")
     self._check_truncation()

@@ -146,7 +146,7 @@ def test_options_reach_the_correction_and_the_statistic():
     (
       lambda: learning.objective("mp2o"),
       ValueError,
-      r"\*objective\* must be one of reinforce, .*; got objective='mp2o'",
+      r"\*objective\* must be one of .reinforce., .*, got objective=.mp2o.; did you mean .m2po",
     ),
     (lambda: learning.objective("m2po", advantages="gae"), ValueError, r"\*advantages\* .* got advantages='gae'"),
     (lambda: learning.objective("m2po", aggregate="mean"), ValueError, r"\*aggregate\* .* got aggregate='mean'"),

@@ -200,7 +200,7 @@ def test_what_is_missing_is_named():
     one_step(make_learner(learning.rlhf_objective("ipo"), reference=None))
   with pytest.raises(ValueError, match="set_reference"):
     make_learner(learning.rlhf_objective("ipo"), reference=None).score_reference(params_of(0), batch())
-  with pytest.raises(ValueError, match="one of online_dpo, ipo, .* method='dpo'"):
+  with pytest.raises(ValueError, match="one of 'online_dpo', 'ipo', .* method='dpo'"):
     learning.rlhf_objective("dpo")
   with pytest.raises(ValueError, match="kl='k3'"):
     learning.rlhf_objective("rloo", kl="k3")

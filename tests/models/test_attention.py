@@ -160,5 +160,5 @@ def test_auto_is_the_backend_of_the_device(platform, capability, head_dim, expec
   device = types.SimpleNamespace(platform=platform, compute_capability=capability)
   assert _attention.resolve_backend("auto", device, head_dim) == expected
   assert _attention.resolve_backend("xla", device, head_dim) == "xla"
-  with pytest.raises(ValueError, match="attention must be one of .* got attention='flash'"):
+  with pytest.raises(ValueError, match="attention. must be one of .* got attention='flash'"):
     _attention.resolve_backend("flash", device, head_dim)

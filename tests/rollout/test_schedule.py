@@ -119,9 +119,9 @@ def test_lag_depends_on_seed_and_step_alone():
 
 
 def test_bad_distributions_are_refused():
-  with pytest.raises(ValueError, match=r"\*max_lag\* must be at least 0, got max_lag=-1"):
+  with pytest.raises(ValueError, match=r"\*max_lag\* must be an integer at least 0, got max_lag=-1"):
     LagDistribution(-1)
   with pytest.raises(ValueError, match="got kind='pareto'"):
     LagDistribution(1, "pareto")
-  with pytest.raises(ValueError, match=r"\*tail\* must be above 0, got tail=0"):
+  with pytest.raises(ValueError, match=r"\*tail\* must be a number above 0, got tail=0"):
     LagDistribution(1, "heavy", tail=0)

@@ -64,7 +64,7 @@ def test_a_signal_while_groups_are_sampled_stops_between_two_chunks(tmp_path, mo
   with monkeypatch.context() as patch:
     in_third_chunk = lambda actor, _: actor.version == 1 and (chunks.append(actor.version) or len(chunks) == 3)
     send_in(patch, rollout.Actor, "decode_chunk", number, in_third_chunk)
-    with pytest.raises(runtime.Interrupted, match="after step 1; rerun the same command to resume") as stopped:
+    with pytest.raises(runtime.Interrupted, match=r"after step 1, saved \d+\.\d s after the signal; rerun") as stopped:
       runtime.train(make("stopped"))
   assert stopped.value.status == status
   assert len(chunks) == 3
