@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import sys
@@ -63,7 +64,8 @@ def _other_run(summary: Summary, options: Options, arguments: Sequence[str]) -> 
     changes = {"mode": "async"}
     name = "async"
   path = summary.folder.path
-  other = path.with_name(f"{path.name}-{name}")
+  first = path.with_name(re.sub(r"-(lag\d+|async)$", "", path.name))  # where such a line was followed before
+  other = path.with_name(f"{first.name}-{name}") if first == path or not first.exists() else first
   if not other.exists():
     return [f"Try         {_train(arguments, **changes, run_dir=other)}"]
   if (other / "metrics.jsonl").exists():

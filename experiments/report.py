@@ -32,7 +32,9 @@ def report(runs: tyro.conf.Positional[tuple[pathlib.Path, ...]], /, output: path
   if not runs:
     raise ValueError("give the folder of a run, or of several to compare them.")
   print(tabulate_final_values(runs))
-  print("(means over the last twentieth of the steps; accuracy: the last evaluation)")
+  print(
+    "(means over the last twentieth of the steps; accuracy: the last evaluation; tokens/s, s/step: means over the run)"
+  )
   if len(runs) == 1:
     print(f"Plots: {report_run(runs[0], output)}")
   else:

@@ -80,7 +80,8 @@ def compare_runs(folders: Sequence[Path], output: Path) -> pathlib.Path:
 def tabulate_final_values(folders: Sequence[Path]) -> str:
   """Returns a table of the values that runs ended with: means over the last twentieth of their steps.
 
-  Accuracy is the last one that was measured. A dash stands for a value that was not.
+  Accuracy is the last one that was measured; rates and times are means over the run, since generation ends before it.
+  A dash stands for a value that was not measured.
 
   Args:
     folders: the folders of the runs.
@@ -101,9 +102,15 @@ def tabulate_final_values(folders: Sequence[Path]) -> str:
 
 def _final_value(rows: Rows, metric: str, form: str) -> str:
   values = make_curve(metric, metric, rows).values
-  last = values[-1 if metric.startswith("eval/") else -math.ceil(len(values) / 20) :] if values.size else values
-  last = last[np.isfinite(last)]
-  return form.format(last.mean()) if last.size else "-"
+  weights = np.ones_like(values)
+  if metric.startswith("throughput/"):
+    weights = make_curve("", "time/step", [row for row in rows if metric in row]).values
+  elif metric.startswith("eval/"):
+    weights[:-1] = 0.0
+  elif not metric.startswith("time/"):
+    weights[: len(values) - math.ceil(len(values) / 20)] = 0.0
+  counted = np.isfinite(values) & (weights > 0) if len(weights) == len(values) else np.zeros(len(values), bool)
+  return form.format(np.average(values[counted], weights=weights[counted])) if counted.any() else "-"
 
 
 def _absolute(folder: Path) -> pathlib.Path:

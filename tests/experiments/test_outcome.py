@@ -93,6 +93,11 @@ def test_a_run_that_is_already_there_is_compared_and_not_proposed(tmp_path, monk
   found = describe("r", ["quickstart"])
   assert found["Compare"] == "python -m experiments.report r r-lag16"
   assert "Try" not in found
+  lag16 = ["quickstart", "--max-lag", "16"]
+  assert describe("r-lag16", lag16)["Try"].endswith(" --max-lag 4 --run-dir r-lag4")
+  pathlib.Path("r").mkdir()
+  pathlib.Path("r", "metrics.jsonl").write_text("")
+  assert describe("r-lag16", lag16)["Compare"] == "python -m experiments.report r-lag16 r"
 
 
 def test_the_interpreter_is_named_so_that_the_shell_finds_it(tmp_path, monkeypatch):

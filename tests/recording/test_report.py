@@ -145,19 +145,21 @@ def test_a_run_has_the_same_color_in_every_panel_of_a_comparison():
   assert [(line.get_label(), line.get_color()) for line in reward.lines] == [("1", "#D55E00")]
 
 
-def test_the_table_holds_means_over_the_last_twentieth_and_the_last_accuracy(tmp_path):
+def test_the_table_holds_means_over_the_last_twentieth_the_last_accuracy_and_rates_of_the_run(tmp_path):
   folder = recording.RunFolder.open(tmp_path / "run", "text", {})
   folder.close()
   writer = recording.MetricsWriter(folder)
   for step in range(1, 41):
-    writer.write(step, {"reward/mean": step / 100, "throughput/generated": 1000.0 * step})
+    seconds = 3.0 if step <= 20 else 1.0
+    writer.write(step, {"reward/mean": step / 100, "throughput/generated": 900.0 / seconds, "time/step": seconds})
     writer.write(step, {"eval/accuracy": step / 1000})
   writer.close()
   heading, values = recording.tabulate_final_values([folder.path]).splitlines()
   found = dict(zip(heading.split(), values.split(), strict=True))
   assert found["run"] == "run"
   assert found["steps"] == "40"
-  assert (found["reward"], found["accuracy"], found["tokens/s"]) == ("0.395", "0.040", "39,500")
+  assert (found["reward"], found["accuracy"]) == ("0.395", "0.040")
+  assert (found["tokens/s"], found["s/step"]) == ("450", "2")  # 900 tokens in each step, of 2 s on average
   assert found["entropy"] == "-"
 
 
