@@ -30,6 +30,7 @@ def load_experiment(run_dir: pathlib.Path, config: str | None = None, **options:
     FileNotFoundError: if the folder holds no run.
     ValueError: if its config is not found, or has other options now.
   """
+  run_dir = run_dir.expanduser()
   file = run_dir / "config.txt"
   if not file.exists():
     raise FileNotFoundError(f"{run_dir} holds no run: {file} is missing")

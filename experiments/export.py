@@ -36,6 +36,7 @@ def export(
     step: the step of the checkpoint; by default the newest.
     config: the path of the run's config file, if it was moved.
   """
+  folder = folder.expanduser()
   experiment = load_experiment(run_dir, config)
   policy = experiment.policy
   params, step = restore_policy(experiment, experiment.make_learner(experiment.make_meshes().learner), step)

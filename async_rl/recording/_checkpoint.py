@@ -170,7 +170,7 @@ class Checkpointer:
   def _restore(self, step: int | None, targets: dict[str, Any], **others: Any) -> Any:
     steps = sorted(self._manager.all_steps(), reverse=True)
     if step is not None and step not in steps:
-      raise CheckpointError(f"{self.folder} has no checkpoint of step {step}")
+      raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has those of {steps}")
     if not steps:
       raise CheckpointError(f"{self.folder} has no checkpoint")
     if step is not None:

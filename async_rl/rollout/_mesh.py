@@ -41,6 +41,13 @@ class Meshes(NamedTuple):
   learner: Mesh
   colocated: bool
 
+  def describe(self) -> str:
+    """Returns a sentence on who has which devices."""
+    if not self.colocated:
+      return f"{self.generation.size} devices sample and {self.learner.size} learn, side by side"
+    devices = "one device" if self.learner.size == 1 else f"{self.learner.size} devices"
+    return f"sampling and learning take turns on {devices}, so that neither overlaps with the other"
+
 
 def make_meshes(
   generation: float | None = None,

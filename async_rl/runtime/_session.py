@@ -132,6 +132,8 @@ class Session:
     for damage in (*self._checkpoints.skipped.values(), *self._recorder.damaged, *self._writer.damaged):
       self._progress.note(f"damaged: {damage}")
     self._checkpoints.set_aside_skipped()
+    if options.schedule.mode == "async":
+      self._progress.note(self._meshes.describe())
     if note := self._prompt_check.describe():
       self._progress.note(note)
     self._unwritten = MetricsBuffer()

@@ -59,6 +59,12 @@ def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
   assert "holds no run" in capsys.readouterr().err
 
 
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert evaluate.main(["~/my runs/a"]) == 2
+  assert f"{tmp_path}/my runs/a holds no run" in capsys.readouterr().err
+
+
 def _fails(self, prompt, text, finish):
   raise ZeroDivisionError("no verifier")
 

@@ -167,6 +167,12 @@ def test_help_explains_every_option(name, capsys):
     assert " ".join(line.removeprefix("#: ") for line in reversed(comment)) in printed
 
 
+@pytest.mark.parametrize("name", configs.NAMES)
+def test_no_config_inherits_defaults(name):
+  """Where a class has two parents, the settings of one are lost without a word."""
+  assert type(configs.load(name).defaults).__mro__[1:] == (object,)
+
+
 def test_a_misspelt_option_is_refused_with_the_right_name(capsys):
   with pytest.raises(SystemExit) as exit_:
     train.main(["quickstart", "--max-lagg", "3"])

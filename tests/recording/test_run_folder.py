@@ -23,6 +23,12 @@ def test_same_run_resumes(tmp_path):
   assert again.config.read_text() == "text with more steps"
 
 
+def test_a_home_folder_is_expanded_and_spaces_are_kept(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  with RunFolder.open("~/my runs/a", "text", RUN) as folder:
+    assert folder.path == tmp_path / "my runs" / "a"
+
+
 def test_another_run_is_refused_or_overwritten(tmp_path):
   with RunFolder.open(tmp_path, "text", RUN) as folder:
     folder.metrics.write_text("old")

@@ -45,6 +45,9 @@ def test_one_device_has_both_roles():
   meshes = make_meshes(devices=jax.devices()[:1])
   assert meshes.colocated
   assert ids(meshes.learner) == ids(meshes.generation) == [0]
+  assert "take turns on one device" in meshes.describe()
+  assert "take turns on 8 devices" in make_meshes(0).describe()
+  assert "2 devices sample and 6 learn" in make_meshes(2).describe()
 
 
 def test_each_process_splits_its_own_devices():
