@@ -49,6 +49,7 @@ from async_rl.losses._preference import ipo_loss
 from async_rl.losses._preference import preference_advantages
 from async_rl.losses._preference import preference_pairs
 from async_rl.losses._ratios import LOG_CLAMP
+from async_rl.losses._ratios import NO_GROUP
 from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import mean_log_ratios

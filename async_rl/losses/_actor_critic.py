@@ -3,6 +3,8 @@
 The policy loss is `ppo_clip` with the [B, T] advantages made here.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

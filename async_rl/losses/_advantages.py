@@ -1,20 +1,23 @@
 """Advantages per sequence: rewards minus a baseline of the sequence's group.
 
 Every function takes `rewards` [B], `groups` int [B] (the group of each sequence, in any order) and the static
-`num_groups`, and returns float32 [B]. A row whose group is `num_groups` or more (padding, or a sample whose reward
-failed) belongs to no group: it gets 0 and no statistic counts it.
+`num_groups`, and returns float32 [B]. A row whose group is `NO_GROUP` (padding, or a sample whose reward failed)
+belongs to no group: it gets 0 and no statistic counts it. Any other group must be below `num_groups`, which is checked
+where `groups` is concrete.
 All need the whole batch: compute them before splitting it into micro-batches.
 
 Every baseline here is a convex combination of the group's rewards, so one primitive serves them all:
 b = Σ_i softmax(x)_i R_i with the softmax over the group, in log space.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from async_rl.losses._aggregation import divide_or_zero
-from async_rl.losses._ratios import check_rows
+from async_rl.losses._ratios import check_groups
 
 #: A group whose reward standard deviation is at most this is not divided by it.
 MIN_STD = 1e-8
@@ -67,7 +70,7 @@ def group_std(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Arr
 
 def reinforce_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
   """A = R: no baseline."""
-  check_rows(rewards, groups=groups)
+  check_groups(rewards, groups, num_groups)
   return _grouped_only(jnp.asarray(rewards, jnp.float32), groups, num_groups)
 
 
@@ -83,7 +86,7 @@ def grpo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, n
   >>> grpo_advantages(jnp.array([1.0, 5.0, 0.0, 5.0]), jnp.array([0, 1, 0, 1]), 2)
   Array([ 1.,  0., -1.,  0.], dtype=float32)
   """
-  check_rows(rewards, groups=groups)
+  check_groups(rewards, groups, num_groups)
   return subtract_baseline(rewards, groups, num_groups, jnp.zeros(jnp.shape(rewards)), normalize_std)
 
 
@@ -110,7 +113,7 @@ def opo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, le
   >>> opo_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), 1, lengths=jnp.array([3, 1])).round(4)
   Array([ 0.25, -0.75], dtype=float32)
   """
-  check_rows(rewards, groups=groups, lengths=lengths)
+  check_groups(rewards, groups, num_groups, lengths=lengths)
   return subtract_baseline(rewards, groups, num_groups, jnp.log(jnp.asarray(lengths, jnp.float32)))
 
 
@@ -129,7 +132,7 @@ def importance_mean_advantages(
   >>> importance_mean_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), 1, log_weights=log_weights).round(4)
   Array([ 0.25, -0.75], dtype=float32)
   """
-  check_rows(rewards, groups=groups, log_weights=log_weights)
+  check_groups(rewards, groups, num_groups, log_weights=log_weights)
   return subtract_baseline(rewards, groups, num_groups, log_weights)
 
 
@@ -139,7 +142,7 @@ def informative_rows(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> 
   >>> informative_rows(jnp.array([1.0, 5.0, 0.0, 5.0]), jnp.array([0, 1, 0, 1]), 2)
   Array([ True, False,  True, False], dtype=bool)
   """
-  check_rows(rewards, groups=groups)
+  check_groups(rewards, groups, num_groups)
   spread = jax.ops.segment_max(above_group_minimum(rewards, groups, num_groups), groups, num_groups)
   return of_group(spread, groups) > 0
 

@@ -4,6 +4,8 @@
 numerators only) and divide once, at the end, with `divide_or_zero`.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 from typing import get_args
 

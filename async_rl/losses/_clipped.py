@@ -1,5 +1,7 @@
 """Policy losses with a clipped ratio that carries the gradient: the PPO family."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -66,6 +68,15 @@ def ppo_clip(
   DAPO's asymmetric clip is ``high=0.28``. *dual_clip* c > 1 also holds the ratio below c where A < 0. Beyond e^±20 the
   ratio is constant and its gradient zero.
 
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    low: the ratio is held above 1 − low where A < 0.
+    high: the ratio is held below 1 + high where A > 0.
+    dual_clip: where A < 0, the ratio is also held below this; None for no bound.
+
   References:
     Schulman et al., PPO, 2017, https://arxiv.org/abs/1707.06347; Ye et al. (dual clip), 2019,
     https://arxiv.org/abs/1912.09729; Yu et al., DAPO, 2025, https://arxiv.org/abs/2503.14476
@@ -93,6 +104,15 @@ def gspo(
 
   With ``token=True`` (GSPO-token) each token has s_t = sg(s)·π_t/sg(π_t): equal in value, and equal in gradient where
   the advantage does not differ by token. Aggregate by `sequence_mean`.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    low: the sequence ratio is held above 1 − low where A < 0.
+    high: the sequence ratio is held below 1 + high where A > 0.
+    token: whether each token has a ratio of its own (GSPO-token).
 
   References:
     Zheng et al., Group Sequence Policy Optimization, 2025, https://arxiv.org/abs/2507.18071
@@ -122,6 +142,14 @@ def proximal_rloo(
   Aggregate by `sequence_mean`, which makes it max(−A·w, −A·clip(w)) per sequence; the advantages are
   `rloo_advantages` of `kl_penalized_rewards`. The paper's trainer recomputes the denominator with its own weights;
   here *behavior* is what the caller passes, normally the true behavior log-probabilities.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    low: the sequence ratio is held above 1 − low where A < 0.
+    high: the sequence ratio is held below 1 + high where A > 0.
 
   References:
     Noukhovitch et al., Asynchronous RLHF, 2024, https://arxiv.org/abs/2410.18252

@@ -12,6 +12,8 @@ References:
   A-3PO, 2025, https://arxiv.org/abs/2512.06547
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -124,7 +126,15 @@ def a3po(
 ) -> PolicyLoss:
   """Decoupled PPO whose proximal policy is interpolated by the lag [B, T] of each token: `interpolated_proximal`.
 
-  *options* are those of `decoupled_ppo`: the clip, and a cap or a mask on the behavior weight.
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    lag: int [B, T], the learner's version minus the version that drew the token.
+    linear: whether probabilities are interpolated, not log-probabilities.
+    behavior_at_zero: whether π_prox is μ at lag 0, as in the released code.
+    **options: the options of `decoupled_ppo`: the clip, and a cap or a mask on the behavior weight.
 
   >>> one = jnp.ones((1, 1))  # α = 1/2 between μ = 0.1 and π_θ = 0.9: r = 3 is held at 1.2, times the weight 3
   >>> a3po(jnp.log(0.9 * one), jnp.log(0.1 * one), jnp.array([1.0]), one > 0, lag=jnp.array([[2]])).loss.round(4)

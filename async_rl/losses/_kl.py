@@ -7,6 +7,8 @@ References:
   Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-approx.html
 """
 
+from __future__ import annotations
+
 from typing import Literal
 from typing import get_args
 

@@ -8,6 +8,8 @@ References:
   VCPO: Stable Asynchrony, 2026, https://arxiv.org/abs/2602.17616, equations 7 and 13
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from async_rl.losses._advantages import group_std
 from async_rl.losses._advantages import of_group
 from async_rl.losses._advantages import subtract_baseline
 from async_rl.losses._aggregation import divide_or_zero
-from async_rl.losses._ratios import check_rows
+from async_rl.losses._ratios import check_groups
 from async_rl.losses._ratios import clamped_exp
 
 
@@ -60,7 +62,7 @@ def opob_advantages(
   >>> opob_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), 1, log_weights=log_weights, squared_norms=squares)
   Array([ 0.5, -0.5], dtype=float32)
   """
-  check_rows(rewards, groups=groups, log_weights=log_weights, squared_norms=squared_norms)
+  check_groups(rewards, groups, num_groups, log_weights=log_weights, squared_norms=squared_norms)
   logits = _log_square(log_weights, code_cap) + jnp.log(jnp.asarray(squared_norms, jnp.float32))
   return subtract_baseline(rewards, groups, num_groups, logits, normalize_std)
 
@@ -203,7 +205,7 @@ def opob_gradient(
   Returns:
     `OpobGradient`.
   """
-  check_rows(rewards, groups=groups, scale=scale)
+  check_groups(rewards, groups, num_groups, scale=scale)
   order = jnp.argsort(groups, stable=True)
   sorted_groups = jnp.asarray(groups)[order]
   closes = jnp.append(sorted_groups[1:] != sorted_groups[:-1], True)

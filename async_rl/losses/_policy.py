@@ -12,6 +12,8 @@ Notation: ρ_t = exp ℓ_t is the token ratio, w = exp Σ_t ℓ_t the sequence w
 log-ratios are clamped to ±20 before exp.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -64,7 +66,14 @@ def weighted_score(
 
 
 def reinforce(logprobs: ArrayLike, behavior: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> PolicyLoss:
-  """REINFORCE without any off-policy correction: weight 1."""
+  """REINFORCE without any off-policy correction: weight 1.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+  """
   check_mask(mask, behavior=behavior)
   return weighted_score(logprobs, advantages, mask, jnp.zeros((1, 1)), jnp.zeros((1, 1), bool))
 
@@ -81,6 +90,14 @@ def cispo(
   """CISPO: weight clip(ρ_t, low, high), so that no token loses its gradient.
 
   The paper sets no lower bound and tunes the upper one without naming it; 5 is from the range that ScaleRL reports.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    low: the lower bound of the ratio, as a weight.
+    high: the upper bound of the ratio, as a weight.
 
   References:
     MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585; Khatri et al., ScaleRL, 2025, https://arxiv.org/abs/2510.13786
@@ -101,6 +118,13 @@ def token_tis(
 ) -> PolicyLoss:
   """Token-level truncated importance sampling: weight min(ρ_t, cap). ``cap=inf`` does not truncate.
 
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    cap: the largest weight of a token.
+
   References:
     Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (cap 2)
 
@@ -117,6 +141,13 @@ def sequence_tis(
 
   The published loss averages over tokens, then over sequences: aggregate it by `sequence_mean`. With ``cap=inf`` the
   weights are not truncated (but for the clamp at e^20).
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    cap: the largest weight of a sequence.
 
   References:
     VCPO: Stable Asynchrony, 2026, https://arxiv.org/abs/2602.17616
@@ -135,6 +166,13 @@ def topr(
   logprobs: ArrayLike, behavior: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, cap: float = 1.0
 ) -> PolicyLoss:
   """TOPR: weight 1 where A ≥ 0, sequence weight min(w, cap) where A < 0 (cap 1 in the paper).
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    cap: the largest weight of a sequence with a negative advantage.
 
   References:
     Le Roux et al., Tapered Off-Policy REINFORCE, 2025, https://arxiv.org/abs/2503.14286

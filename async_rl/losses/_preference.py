@@ -4,6 +4,8 @@ References:
   Noukhovitch et al., Asynchronous RLHF, 2024, https://arxiv.org/abs/2410.18252
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from jax.typing import ArrayLike
 
 from async_rl.losses._aggregation import divide_or_zero
 from async_rl.losses._policy import PolicyLoss
+from async_rl.losses._ratios import check_groups
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import check_rows
 
@@ -45,7 +48,7 @@ def preference_pairs(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> 
   >>> pairs.best, pairs.worst, pairs.valid
   (Array([2, 1], dtype=int32), Array([0, 1], dtype=int32), Array([ True, False], dtype=bool))
   """
-  check_rows(rewards, groups=groups)
+  check_groups(rewards, groups, num_groups)
   rewards = jnp.asarray(rewards, jnp.float32)
   top = jax.ops.segment_max(rewards, groups, num_groups)
   bottom = jax.ops.segment_min(rewards, groups, num_groups)

@@ -4,11 +4,17 @@ Letters: B sequences, T tokens. ℓ[b, t] = log π_θ(a_t) − log μ(a_t), wher
 weights that drew the token.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from async_rl._arrays import check_mask
+
+#: The group of rows that belong to none; `async_rl.types.NO_GROUP`.
+NO_GROUP = 2**31 - 1
 
 #: Log-ratios are clamped to ±LOG_CLAMP before `exp`: e^20 ≈ 4.9e8, whose square is still finite in float32.
 LOG_CLAMP = 20.0
@@ -21,6 +27,19 @@ def check_rows(rewards: ArrayLike, **arrays: ArrayLike) -> None:
   for name, array in arrays.items():
     if jnp.shape(array) != jnp.shape(rewards):
       raise ValueError(f"*{name}* must have the shape of rewards {jnp.shape(rewards)}, got {jnp.shape(array)}.")
+
+
+def check_groups(rewards: ArrayLike, groups: ArrayLike, num_groups: int, **arrays: ArrayLike) -> None:
+  """Raises unless all arrays are vectors [B] and every group is below *num_groups* or `NO_GROUP`, where concrete."""
+  check_rows(rewards, groups=groups, **arrays)
+  if isinstance(groups, jax.core.Tracer):
+    return
+  named = np.asarray(groups)[np.asarray(groups) != NO_GROUP]
+  if named.size and not 0 <= named.min() <= named.max() < num_groups:
+    raise ValueError(
+      f"*groups* must be in [0, num_groups) or NO_GROUP, got groups from {named.min()} to {named.max()} and "
+      f"num_groups={num_groups}; raise num_groups."
+    )
 
 
 def clamped_exp(x: ArrayLike) -> jax.Array:

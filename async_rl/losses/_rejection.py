@@ -5,6 +5,8 @@ the loss is aggregated. The inner loss sees the whole mask, so its sequence weig
 The signature is that of `async_rl.losses._policy`.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 
@@ -59,6 +61,15 @@ def icepop(
 ) -> PolicyLoss:
   """IcePop, a token mask: weight ρ_t · 1[low ≤ ρ_t ≤ high].
 
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    low: the smallest ratio of a token that is kept.
+    high: the largest ratio of a token that is kept.
+    inner: the loss of the tokens that are kept.
+
   References:
     Ling team, Every Step Evolves (Ring-1T), 2025, https://arxiv.org/abs/2510.18855
 
@@ -83,6 +94,15 @@ def sequence_mask(
   """Masked importance sampling (MIS): weight w · 1[low ≤ w ≤ high] on every token of the sequence.
 
   The default band is ours: 8 is the cap of `sequence_tis`, and the band is symmetric in log space.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    low: the smallest weight of a sequence that is kept.
+    high: the largest weight of a sequence that is kept.
+    inner: the loss of the sequences that are kept.
 
   References:
     Liu et al., When Speed Kills Stability, 2025
@@ -111,6 +131,15 @@ def geometric_mask(
   Pass ``inner=sequence_tis`` (or `token_tis`) to weigh what is kept. The default band is ours; the 0.99 … 1.001 in
   public use are for the numerical mismatch of two engines at lag 0 and reject nearly all stale data.
 
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    low: the smallest mean ratio of a sequence that is kept.
+    high: the largest mean ratio of a sequence that is kept.
+    inner: the loss of the sequences that are kept.
+
   References:
     Li et al., RL Collapse (part 3), 2025
 
@@ -135,6 +164,14 @@ def opsm(
   """Off-policy sequence masking: drops a sequence iff A < 0 and mean_t(log μ − log π_θ) > delta.
 
   Published without a value for *delta*; 0.1 is ours.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    delta: the largest mean of log μ − log π_θ, in nats, at which a sequence with A < 0 is kept.
+    inner: the loss of the sequences that are kept.
 
   References:
     DeepSeek-AI, DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556
@@ -189,6 +226,14 @@ def m2po(
   """M2PO: weight ρ_t on the tokens with (log ρ_t)² below *threshold*, made by `second_moment_threshold` for the batch.
 
   The paper keeps the rejected tokens in the denominator: aggregate by `token_mean` with the batch's mask.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    threshold: [], the (log ρ)² from which on tokens are rejected.
+    inner: the loss of the tokens that are kept.
 
   References:
     Zheng et al., Prosperity before Collapse, 2025, https://arxiv.org/abs/2510.01161

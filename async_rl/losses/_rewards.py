@@ -1,5 +1,7 @@
 """Rewards before advantages: penalties for length, for a missing end and for the distance to a reference policy."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

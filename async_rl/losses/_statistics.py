@@ -4,6 +4,8 @@ ESS/n = (Σw)² / (n Σw²), in log space: 1 when all weights are equal, 1/n whe
 alone is no alarm (it stays near 1 while training collapses); watch the sequence level, on raw weights.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax

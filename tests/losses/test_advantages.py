@@ -114,7 +114,7 @@ def test_zero_variance_groups():
   np.testing.assert_array_equal(losses.informative_rows(rewards, groups, 5), [True, False, True, False, False])
   assert float(losses.zero_variance_fraction(rewards, groups, 5)) == pytest.approx(2 / 3)  # groups 2 and 4 are absent
   assert float(losses.zero_variance_fraction(rewards[:0], groups[:0], 5)) == 0
-  padded = losses.zero_variance_fraction(rewards, jnp.array([0, 1, 0, 1, 5]), 5)
+  padded = losses.zero_variance_fraction(rewards, jnp.array([0, 1, 0, 1, losses.NO_GROUP]), 5)
   assert float(padded) == 0.5
 
 

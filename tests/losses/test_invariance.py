@@ -131,11 +131,16 @@ def test_advantages_follow_their_rows_in_any_order_and_ignore_padding():
     np.testing.assert_allclose(moved, np.asarray(whole)[order], rtol=1e-5, atol=1e-6, err_msg=name)
     relabeled = advantages(batch["rewards"], 4 - batch["groups"], 5, **needed)  # empty groups change nothing
     np.testing.assert_allclose(relabeled, whole, rtol=1e-6, err_msg=name)
-    for outside in (2, NO_GROUP):
-      row = np.concatenate([batch["rewards"], [99.0]]), np.concatenate([batch["groups"], [outside]])
-      padded = advantages(*row, 2, **{k: np.append(v, 50.0) for k, v in needed.items()})
-      np.testing.assert_allclose(padded[:B], whole, rtol=1e-6, err_msg=name)
-      assert padded[B] == 0, name
+    row = np.concatenate([batch["rewards"], [99.0]]), np.concatenate([batch["groups"], [NO_GROUP]])
+    padded = advantages(*row, 2, **{k: np.append(v, 50.0) for k, v in needed.items()})
+    np.testing.assert_allclose(padded[:B], whole, rtol=1e-6, err_msg=name)
+    assert padded[B] == 0, name
+    with pytest.raises(ValueError, match=r"\*groups\* .* from 0 to 1 and num_groups=1; raise num_groups"):
+      advantages(batch["rewards"], batch["groups"], 1, **needed)
+
+
+def test_no_group_is_that_of_batches():
+  assert losses.NO_GROUP == NO_GROUP
 
 
 # Log-ratios of ±1e4 on a one-token sequence with log π = −1: the stated loss for (ratio, advantage) =

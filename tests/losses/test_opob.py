@@ -135,7 +135,7 @@ def test_order_and_padding_rows_do_not_matter():
   np.testing.assert_allclose(moved.squared_norms, whole.squared_norms[order], rtol=1e-5)
   padded = jax.tree.map(lambda x: np.concatenate([x, x[:1]]), (trajectories, data))
   padded[0][2][B] = False
-  got = opob(params, *padded, np.append(GROUPS, 3))
+  got = opob(params, *padded, np.append(GROUPS, losses.NO_GROUP))
   np.testing.assert_allclose(flat(got.gradient), flat(whole.gradient), rtol=1e-4, atol=1e-5)
 
 

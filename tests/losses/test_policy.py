@@ -1,7 +1,9 @@
 """Policy losses: value, masks and gradient against float64 references; options; worked examples."""
 
 import functools
+import inspect
 import math
+import pydoc
 
 import jax
 import jax.numpy as jnp
@@ -329,3 +331,14 @@ def test_errors_name_the_value():
     losses.decoupled_ppo(ones, ones, jnp.ones(2), mask, proximal=ones, weighted=False, weight_cap=2.0)
   with pytest.raises(ValueError, match="lag"):
     losses.a3po(ones, ones, jnp.ones(2), mask, lag=jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", losses.CORRECTIONS)
+def test_help_shows_the_shapes_and_no_union(name):
+  loss = losses.CORRECTIONS[name]
+  text = pydoc.render_doc(getattr(loss, "func", loss), renderer=pydoc.plaintext)
+  assert "logprobs: 'ArrayLike'" in text
+  assert "Union" not in text
+  for argument in inspect.signature(loss).parameters:
+    assert f"    {argument}: " in text or f"**{argument}: " in text, argument
+  assert "mask: bool [B, T]" in text

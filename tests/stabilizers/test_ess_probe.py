@@ -190,6 +190,12 @@ def test_what_is_inside_sees_no_probe():
   assert jax.tree.leaves(marked).count("param") == 2  # Adam's two moments
 
 
+def test_before_the_first_step_the_ratio_and_the_scale_are_one():
+  for optimizer in (stabilizers.scale_by_ess_probe(CHAIN), stabilizers.scale_by_ess()):
+    state = optimizer.init(make_params())
+    assert (float(state.ess_ratio), float(state.ess_scale), int(state.ess_undefined_count)) == (1.0, 1.0, 0)
+
+
 def test_options_and_types_are_those_of_scale_by_ess():
   gradient = jax.grad(probed_loss)(make_params(jnp.bfloat16), *BATCH)
   optimizer = stabilizers.scale_by_ess_probe(optax.sgd(1.0), power=1.0, on_policy_ratio=0.9)

@@ -31,7 +31,7 @@ def test_low_ess_halves_the_lag_and_waits_before_the_next_cut():
 
 
 @pytest.mark.parametrize("signal", ["ess", "cosine"])
-def test_means_start_afresh_after_a_cut(signal):
+def test_means_restart_after_a_cut(signal):
   """What was seen before the cut must not count towards the next one."""
   values = [GOOD] * 10 + [BAD] * 6 + [GOOD] * 9 + [GOOD, BAD, BAD]  # the cut, then as many updates as it holds, then
   if signal == "ess":  # running means of 0.8, 0.43, 0.3; the old mean, 0.247, would go on to 0.36, 0.3, 0.248
@@ -40,6 +40,12 @@ def test_means_start_afresh_after_a_cut(signal):
     controller = stabilizers.control_lag(8, cosine_ceiling=0.75, decay=0.8, patience=100)
     allowed = run(controller, [1.0] * len(values), [1 - value for value in values])
   assert allowed == [8] * 15 + [4] * 13
+
+
+def test_the_first_observation_after_a_cut_stands_alone():
+  controller = stabilizers.control_lag(8)
+  assert run(controller, [BAD] + [GOOD] * 9 + [0.26] * 3) == [4] * 13
+  assert run(controller, [GOOD] * 13, [0.9] + [0.0] * 9 + [0.49] * 3) == [4] * 13
 
 
 def test_never_below_the_smallest_lag():
