@@ -17,6 +17,25 @@ from typing import TextIO
 
 _MARK = "run.json"
 _LOCK = ".lock"
+_REPLACED = ".replaced"
+#: Names of what a run writes, including what `Checkpointer` and Weights & Biases put beside the rest.
+_ENTRIES = frozenset(
+  {
+    _MARK,
+    "base",
+    "checkpoints",
+    "config.txt",
+    "damaged",
+    "metrics.jsonl",
+    "metrics.tmp",
+    "reference",
+    "report.png",
+    "schedule.jsonl",
+    "tensorboard",
+    "wandb",
+    "wandb_id.txt",
+  }
+)
 
 
 class RunFolderError(RuntimeError):
@@ -99,7 +118,8 @@ class RunFolder:
       config_text: the configuration, to be read by people; written to config.txt.
       fingerprint: the options that make two runs the same: a JSON-like mapping, without those that may change on a
         resume (number of steps, intervals, log targets).
-      overwrite: whether to delete a run that the folder holds. Folders that hold anything else are never deleted.
+      overwrite: whether to replace a run that the folder holds. It is deleted by `discard_replaced`, and put back by
+        `remove`; what no run has written stays where it is.
 
     Raises:
       RunFolderError: if the folder is in use, holds another run or other files, or cannot be written.
@@ -116,7 +136,7 @@ class RunFolder:
       if resumed:
         _check_same(path, fingerprint)
       else:
-        _remove_contents(path)
+        _set_aside(path)
       if not resumed:
         (path / _MARK).write_text(json.dumps(fingerprint, indent=2) + "\n")
       (path / "config.txt").write_text(config_text)
@@ -128,9 +148,21 @@ class RunFolder:
         raise RunFolderError(f"cannot write the run folder {path}: {error.strerror or error}") from error
       raise
 
+  def discard_replaced(self) -> None:
+    """Deletes the run that this one replaces; call it once this one has begun."""
+    shutil.rmtree(self.path / _REPLACED, ignore_errors=True)
+
   def remove(self) -> None:
-    """Deletes the folder and releases the lock."""
-    shutil.rmtree(self.path, ignore_errors=True)
+    """Deletes what this run wrote, puts back the run that it replaced, and releases the lock."""
+    for entry in _entries_of_run(self.path):
+      _delete(entry)
+    replaced = self.path / _REPLACED
+    if replaced.is_dir():
+      for entry in replaced.iterdir():
+        entry.rename(self.path / entry.name)
+      replaced.rmdir()
+    if [entry.name for entry in self.path.iterdir()] == [_LOCK]:
+      shutil.rmtree(self.path, ignore_errors=True)
     self.close()
 
 
@@ -185,13 +217,26 @@ def _check_no_foreign_files(path: pathlib.Path) -> None:
     raise RunFolderError(f"{path} contains files that do not belong to a run: choose another folder")
 
 
-def _remove_contents(path: pathlib.Path) -> None:
-  """Deletes all but the lock, which other processes must keep meeting."""
-  for entry in path.iterdir():
-    if entry.is_dir() and not entry.is_symlink():
-      shutil.rmtree(entry)
-    elif entry.name != _LOCK:
-      entry.unlink()
+def _entries_of_run(path: pathlib.Path) -> list[pathlib.Path]:
+  """Returns what a run has written, apart from the lock, which other processes must keep meeting."""
+  return [entry for entry in path.iterdir() if entry.name in _ENTRIES]
+
+
+def _set_aside(path: pathlib.Path) -> None:
+  """Moves a run into a folder of its own within its folder; one that lies there already is the older of the two."""
+  entries = _entries_of_run(path)
+  if entries:
+    shutil.rmtree(path / _REPLACED, ignore_errors=True)
+    (path / _REPLACED).mkdir()
+  for entry in entries:
+    entry.rename(path / _REPLACED / entry.name)
+
+
+def _delete(path: pathlib.Path) -> None:
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path)
+  else:
+    path.unlink()
 
 
 def _check_same(path: pathlib.Path, fingerprint: Mapping[str, Any]) -> None:

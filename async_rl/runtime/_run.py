@@ -64,6 +64,7 @@ def train(experiment: Experiment) -> Summary:
       if not folder.resumed and not any(folder.checkpoints.glob("[0-9]*")):
         folder.remove()  # nothing was saved, so let the corrected command reuse the folder
       raise
+    folder.discard_replaced()
     with stop.deferred():
       ended_early = _run_to_the_end(session)
     write_report(folder)

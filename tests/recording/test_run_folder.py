@@ -104,3 +104,23 @@ def test_a_removed_folder_can_be_opened_again(tmp_path):
   assert not (tmp_path / "run").exists()
   with RunFolder.open(tmp_path / "run", "text", RUN) as again:
     assert not again.resumed
+
+
+def test_a_run_to_be_replaced_is_kept_until_the_new_one_has_begun(tmp_path):
+  with RunFolder.open(tmp_path, "old text", RUN) as folder:
+    folder.metrics.write_text("old")
+    folder.checkpoints.mkdir()
+  (tmp_path / "exported").mkdir()  # not of a run, such as what was exported to its folder
+  files = sorted(path.name for path in tmp_path.iterdir())
+  other = {"seed": 1}
+  folder = RunFolder.open(tmp_path, "new text", other, overwrite=True)
+  assert not folder.metrics.exists()
+  folder.metrics.write_text("new")
+  folder.remove()
+  assert sorted(path.name for path in tmp_path.iterdir()) == files
+  with RunFolder.open(tmp_path, "old text", RUN) as again:
+    assert again.resumed
+    assert again.metrics.read_text() == "old"
+  with RunFolder.open(tmp_path, "new text", other, overwrite=True) as folder:
+    folder.discard_replaced()
+  assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.txt", "exported", "run.json"]

@@ -46,6 +46,16 @@ def test_a_prompt_that_is_too_long_is_named_before_the_run_and_the_advice_works(
   assert runtime.train(long_tiny(folder, max_prompt_tokens=10)).version == 2
 
 
+def test_a_run_is_not_lost_to_one_that_was_to_replace_it_and_could_not_begin(tmp_path):
+  folder = tmp_path / "run"
+  runtime.train(long_tiny(folder, max_prompt_tokens=10))
+  with pytest.raises(ValueError, match="1 of 64 prompts cannot be used"):
+    runtime.train(long_tiny(folder, overwrite=True))
+  assert runtime.train(long_tiny(folder, max_prompt_tokens=10, steps=3)).version == 3
+  assert runtime.train(long_tiny(folder, max_prompt_tokens=11, steps=1, overwrite=True)).version == 1
+  assert not (folder / ".replaced").exists()
+
+
 def test_prompts_of_evaluations_are_checked_too(tmp_path):
   fields = {"long": (3,), "split": "test"}
   with pytest.raises(ValueError, match="1 of 8 prompts cannot be used: prompt 3: it has 10 tokens"):
