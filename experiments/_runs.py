@@ -34,7 +34,7 @@ def load_experiment(run_dir: pathlib.Path, config: str | None = None, **options:
   file = run_dir / "config.txt"
   if not file.exists():
     raise FileNotFoundError(f"{run_dir} holds no run: {file} is missing")
-  recorded: dict[str, Any] = json.loads(file.read_text())
+  recorded = _read_config(file)
   name = config or recorded["config"]
   try:
     found = configs.load(name)
@@ -43,6 +43,16 @@ def load_experiment(run_dir: pathlib.Path, config: str | None = None, **options:
   values = {key: tuple(value) if isinstance(value, list) else value for key, value in recorded.items()}
   del values["config"]
   return found.experiment(found.options(**values | {"run_dir": str(run_dir)} | options))
+
+
+def _read_config(file: pathlib.Path) -> dict[str, Any]:
+  try:
+    recorded = json.loads(file.read_text())
+  except ValueError:
+    recorded = None
+  if not isinstance(recorded, dict) or not isinstance(recorded.get("config"), str):
+    raise ValueError(f"{file} is damaged: rerun the command that trained the run, which writes it again.")
+  return recorded
 
 
 def restore_policy(

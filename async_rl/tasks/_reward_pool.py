@@ -130,6 +130,16 @@ def _failed(job: _Job, reason: str) -> Any:
   return CALLS[job[0]][1]._replace(reason=reason)
 
 
+def _pickle_task(task: Task) -> bytes:
+  try:
+    return pickle.dumps(task)
+  except Exception as error:
+    raise ValueError(
+      f"{type(task).__name__} cannot be sent to reward workers ({error}): keep functions and open files out of its "
+      "fields, or use workers=0"
+    ) from error
+
+
 class RewardPool:
   """Scores completions in worker processes, each of which is killed and replaced when it exceeds the time limit.
 
@@ -184,7 +194,7 @@ class RewardPool:
     self._timeout_s = timeout_s
     self.failure_value = failure_value
     self._capacity = capacity
-    self._boot = (memory_bytes, pickle.dumps(task))
+    self._boot = (memory_bytes, _pickle_task(task) if workers else b"")
     self._monitor = Monitor("the reward pool")
     self._waiting: dict[str, collections.deque[tuple[Future[Any], _Job]]] = {
       name: collections.deque() for name in CALLS

@@ -59,6 +59,13 @@ def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
   assert "holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"config": 5}', '{"config": "quicks'])
+def test_a_damaged_configuration_is_one_sentence(tmp_path, capsys, content):
+  (tmp_path / "config.txt").write_text(content)
+  assert evaluate.main([str(tmp_path)]) == 2
+  assert "config.txt is damaged: rerun the command" in capsys.readouterr().err
+
+
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("HOME", str(tmp_path))
   assert evaluate.main(["~/my runs/a"]) == 2
