@@ -58,6 +58,22 @@ def gsm8k(content):
   return read
 
 
+class Prompted(tasks.Sums):
+  """Sums with other prompts, of both splits."""
+
+  def __init__(self, train, test=()):
+    super().__init__()
+    object.__setattr__(self, "splits", {"train": train, "test": test})
+
+  def prompts(self, split):
+    return self.splits[split]
+
+
+def task(train, **options):
+  """A run of a task of the user's own, which ends before anything is compiled."""
+  return lambda folder: tiny(run_dir=str(folder), task=Prompted(train), **options).make_stage_inputs(rewards=None)
+
+
 def prompts(*texts):
   return lambda folder: tasks.check_prompts([types.Prompt(i, text, None) for i, text in enumerate(texts)])
 
@@ -195,6 +211,14 @@ TABLE = [
   row("a prompt of bytes", prompts("a", b"b"), "prompt 1: its text must be a string or .* got b'b'"),
   row("a message without content", prompts([{"role": "user"}]), "role and content are strings"),
   row("a content of parts", prompts([{"role": "user", "content": [{"text": "a"}]}]), "content are strings, got"),
+  row("prompts that come once", task(iter([])), "must be a sequence, .* got list_iterator"),
+  row("no prompts at all", task(None), "must be a sequence, .* got NoneType"),
+  row("prompts that are texts", task(["1+1"]), "prompt 0: it must be a types.Prompt, got '1.1'"),
+  row("prompts that are records", task([{"text": "1+1"}]), "prompt 0: it must be a types.Prompt, got {'text'"),
+  row("ids that are texts", task([types.Prompt("0", "1+1", 2)]), "item 0 has id '0'; ids must be the positions"),
+  row(
+    "no test prompts", task([types.Prompt(0, "1+1", 2)], eval_prompts=4), "no test prompts, got eval_prompts=4; .* 0"
+  ),
   # config.json
   row("an empty config.json", config(""), "config.json cannot be read .* fetch it again"),
   row("a list as config.json", config("[]"), "config.json cannot be read .*a list, not an object"),

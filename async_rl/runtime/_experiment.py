@@ -201,6 +201,11 @@ class Experiment:
     """Returns the prompts of evaluations."""
     count = self.options.output.eval_prompts
     prompts = self.task.prompts("test")[:count] if count else []
+    if count and not prompts:
+      raise ValueError(
+        f"Task {self.task.name!r} has no test prompts, got eval_prompts={count}; add some, or set it to 0 for no "
+        "evaluation."
+      )
     return self._check(prompts).select(prompts)
 
   def make_checkpointer(self, folder: pathlib.Path | str, *, read_only: bool = False) -> Checkpointer:

@@ -90,6 +90,10 @@ def check_prompts(
     ValueError: if there are such prompts, unless `skip` is True and there are others. It names the first ones, with
       file and line where the task reads a file, the number of all, and the remedy.
   """
+  if not isinstance(prompts, Sequence):
+    raise ValueError(
+      f"the prompts of a split must be a sequence, such as a list or tasks.Prompts, got {type(prompts).__name__}."
+    )
   walk = _Walk(prompts, encode_prompts, max_tokens, same_answer or _have_same_answer)
   for start in range(0, len(prompts), BATCH):
     walk.check_batch(range(start, min(start + BATCH, len(prompts))))
@@ -150,6 +154,8 @@ class _Walk:
     """Returns prompt `i` with a text that can be encoded; notes the problem and returns None if it has none."""
     try:
       prompt = self._prompts[i]
+      if not isinstance(prompt, Prompt):
+        raise ValueError(f"it must be a types.Prompt, got {prompt!r:.60}")
       text = _canonical_text(prompt.text)
       self._hash.update(text.encode())
       self._hash.update(json.dumps(_canonical(prompt.answer)).encode())
@@ -158,7 +164,7 @@ class _Walk:
       self.problems[i] = "unreadable", str(error)
       return None
     if prompt.id != i:
-      self.problems[i] = "misnumbered", f"item {i} has id {prompt.id}; ids must be the positions of the prompts"
+      self.problems[i] = "misnumbered", f"item {i} has id {prompt.id!r}; ids must be the positions of the prompts"
       return None
     if not _content(prompt.text).strip():
       self.problems[i] = "blank", "its text is blank"
