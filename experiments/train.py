@@ -14,7 +14,10 @@ import tyro
 from async_rl.recording import CheckpointError
 from async_rl.recording import RunFolderError
 from async_rl.runtime import Diverged
+from async_rl.runtime import HostError
 from async_rl.runtime import Interrupted
+from async_rl.runtime import join_hosts
+from async_rl.runtime import leave
 from async_rl.runtime import train
 from experiments import configs
 from experiments._outcome import describe_outcome
@@ -57,10 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
   try:
     config, options = parse(arguments)
     run_dir = options.output.run_dir
-    print(describe_outcome(train(config.experiment(options)), options, arguments))
+    with join_hosts(options.devices) as hosts:
+      summary = train(config.experiment(options), hosts)
+      if hosts.first:
+        print(describe_outcome(summary, options, arguments))
   except Interrupted as stop:
     print(stop, file=sys.stderr)
     return stop.status
+  except HostError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return error.status
   except KeyboardInterrupt:
     print("interrupted; rerun the same command to resume from the last checkpoint", file=sys.stderr)
     return 130
@@ -78,4 +87,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  leave(main())

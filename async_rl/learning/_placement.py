@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -100,7 +101,10 @@ class PlacedModel:
 
   def put(self, batch: Batch) -> Batch:
     """The batch on the learner mesh: rows split over (data, fsdp), the loss plane on every device."""
-    return jax.device_put(batch, self.batch_shardings)
+    if not self.mesh.is_multi_process:
+      return jax.device_put(batch, self.batch_shardings)
+    # Every process has the same batch; `device_put` would compare them all over the network.
+    return jax.tree.map(_place_shards, batch, self.batch_shardings)
 
   def _apply(self, state: TrainState, grads: models.Params, **extra_args: Any) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after a step along `grads`, the same parameters if that is not finite, and its metrics."""
@@ -117,6 +121,11 @@ class PlacedModel:
       "update/skipped": jnp.where(finite, 0.0, 1.0),
     }
     return TrainState({**frozen, **trainable}, opt_state, optax.safe_increment(state.version)), metrics
+
+
+def _place_shards(array: np.ndarray, sharding: NamedSharding) -> Array:
+  """Places the shards of the local devices."""
+  return jax.make_array_from_callback(np.shape(array), sharding, lambda index: array[index])
 
 
 def micro_batch(batch: Batch, m: Array) -> tuple[tuple[Array, Array, Array], Array]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import pathlib
 import shutil
@@ -18,6 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from async_rl.models import split_trainable
+from async_rl.recording._archive import from_archive
+from async_rl.recording._archive import to_archive
 from async_rl.recording._frozen import restore_frozen
 from async_rl.recording._frozen import save_frozen
 from async_rl.recording._run_folder import differences
@@ -62,16 +63,21 @@ class Checkpointer:
     self._base: str | None = None  # checksum of the frozen parameters, once they are written or read
     self.restored_step: int | None = None
     self.skipped: dict[int, str] = {}
+    processes = _all_processes()
     options = ocp.CheckpointManagerOptions(
-      preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=not read_only
+      preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+      cleanup_tmp_directories=not read_only,
+      create=False,
+      multiprocessing_options=processes,
     )
     handlers = {
-      "params": ocp.StandardCheckpointHandler(),
-      "optimizer": ocp.StandardCheckpointHandler(),
+      "params": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+      "optimizer": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
       "host": _HostHandler(),
       "meta": ocp.JsonCheckpointHandler(),
     }
     with self._explained("cannot be written", _WRITE_REMEDY):
+      self.folder.mkdir(parents=True, exist_ok=True)
       self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
   @property
@@ -94,7 +100,7 @@ class Checkpointer:
     """
     if step == self.latest_step:
       return
-    archive = _to_archive(host)
+    archive = to_archive(host)
     trained, frozen = split_trainable(state.params)
     if not jax.device_get(_all_finite(trained)):
       newest = "none yet" if self.latest_step is None else self.latest_step
@@ -123,7 +129,7 @@ class Checkpointer:
       if not self._manager.save(step, args=items):
         raise ValueError(f"it is older than the newest, of step {self.latest_step}")
 
-  def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+  def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, list[dict[str, Any]]]:
     """Reads a checkpoint.
 
     Args:
@@ -131,7 +137,7 @@ class Checkpointer:
       step: the step of the checkpoint. `None` reads the newest one that is whole, and notes the others in `skipped`.
 
     Returns:
-      The state, and this process's `host` tree.
+      The state, and the `host` trees of the processes that made the checkpoint, in their order.
 
     Raises:
       CheckpointError: if there is none, or it is of another model or on another base.
@@ -155,6 +161,10 @@ class Checkpointer:
       target.parent.mkdir(exist_ok=True)
       shutil.rmtree(target, ignore_errors=True)
       (self.folder / str(step)).rename(target)
+    self.reload()
+
+  def reload(self) -> None:
+    """Looks again for the checkpoints in `folder`."""
     self._manager.reload()
 
   def wait(self) -> None:
@@ -241,6 +251,16 @@ class Checkpointer:
       raise kind(f"the checkpoint in {self.folder} {what}: {reason}; {remedy}") from error
 
 
+def _all_processes() -> ocp.options.MultiprocessingOptions:
+  """Returns options that name the processes, so that these wait for one another over the coordinator.
+
+  Orbax would otherwise have them wait by a program on all devices, also while a thread that samples launches others on
+  some of the same.
+  """
+  count = jax.process_count()
+  return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
+
+
 @jax.jit
 def _all_finite(params: Any) -> jax.Array:
   """bool [], whether every value is finite."""
@@ -257,20 +277,15 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 class _HostHandler(ocp.CheckpointHandler):
-  """One numpy archive per process."""
+  """Keeps one numpy archive per process."""
 
   def save(self, directory: Any, args: _HostSave) -> None:
-    _host_file(directory).write_bytes(args.archive)
+    _host_file(directory, jax.process_index()).write_bytes(args.archive)
 
-  def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
+  def restore(self, directory: Any, args: Any = None) -> list[dict[str, Any]]:
     del args
     processes = len(list(directory.glob("process_*.npz")))
-    if processes != jax.process_count():
-      raise CheckpointError(
-        f"the checkpoint was made by {processes} processes and this run has {jax.process_count()}: "
-        f"saved rollouts cannot be redistributed, resume with {processes} processes"
-      )
-    return _from_archive(_host_file(directory).read_bytes())
+    return [from_archive(_host_file(directory, i).read_bytes()) for i in range(processes)]
 
 
 @ocp.args.register_with_handler(_HostHandler, for_save=True)
@@ -285,43 +300,5 @@ class _HostRestore(ocp.args.CheckpointArgs):
   pass
 
 
-def _host_file(directory: Any) -> Any:
-  return directory / f"process_{jax.process_index()}.npz"
-
-
-def _to_archive(tree: Any) -> bytes:
-  """The arrays of a tree as a numpy archive, with the tree around them as JSON. Nothing is pickled."""
-  arrays: dict[str, np.ndarray] = {}
-
-  def encode(node: Any) -> Any:
-    if isinstance(node, np.ndarray):
-      name = str(len(arrays))
-      # numpy does not know the types that JAX adds, such as bfloat16: their bits are kept, and their name.
-      arrays[name] = node.view(f"u{node.itemsize}") if node.dtype.kind == "V" else node
-      return {"array": name, "dtype": node.dtype.name}
-    if isinstance(node, Mapping):
-      return {"dict": {key: encode(value) for key, value in node.items()}}
-    if isinstance(node, list | tuple):
-      return [encode(value) for value in node]
-    return node.item() if isinstance(node, np.generic) else node
-
-  text = json.dumps(encode(tree)).encode()
-  archive = io.BytesIO()
-  np.savez(archive, tree=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]
-  return archive.getvalue()
-
-
-def _from_archive(archive: bytes) -> Any:
-  """Inverse of `_to_archive`, up to tuples (they become lists) and numpy scalars (Python's)."""
-  with np.load(io.BytesIO(archive), allow_pickle=False) as arrays:
-
-    def decode(node: Any) -> Any:
-      if isinstance(node, list):
-        return [decode(value) for value in node]
-      if isinstance(node, dict) and "array" in node:
-        return arrays[node["array"]].view(np.dtype(node["dtype"]))
-      if isinstance(node, dict):
-        return {key: decode(value) for key, value in node["dict"].items()}
-      return node
-
-    return decode(json.loads(arrays["tree"].tobytes()))
+def _host_file(directory: Any, process: int) -> Any:
+  return directory / f"process_{process}.npz"

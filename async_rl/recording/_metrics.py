@@ -143,6 +143,24 @@ class MetricsWriter:
     )
 
 
+class NoMetricsWriter:
+  """Writes nothing, in the processes of a run beside the first one.
+
+  Attributes:
+    rows: the number of rows in the file.
+    damaged: the lines of an earlier file that were no rows: those are the first process's concern.
+  """
+
+  rows = 0
+  damaged: Sequence[str] = ()
+
+  def write(self, step: int, metrics: Values) -> None:
+    """Does nothing."""
+
+  def close(self) -> None:
+    """Does nothing."""
+
+
 def read_metrics(path: pathlib.Path) -> Iterator[dict[str, Any]]:
   """Yields the rows of a metrics.jsonl; none if it is missing. A last line that a crash cut off is left out.
 

@@ -29,9 +29,13 @@ class Progress:
     start: the number of steps done before, if the run is resumed.
     every: seconds between lines where the output is not a terminal.
     output: the stream to write to; `None` is standard error.
+    process: the number of this process among those of the run; others than the first show warnings alone.
   """
 
-  def __init__(self, total: int, start: int = 0, *, every: float = 10.0, output: TextIO | None = None):
+  def __init__(
+    self, total: int, start: int = 0, *, every: float = 10.0, output: TextIO | None = None, process: int = 0
+  ):
+    self._process = process
     self._output = output or sys.stderr
     self._total = total
     self._every = every
@@ -40,7 +44,7 @@ class Progress:
     self._last_line = -float("inf")
     self._warned: set[str] = set()
     self._bar = None
-    if self._output.isatty():
+    if self._output.isatty() and not process:
       self._bar = tqdm.tqdm(
         total=total, initial=start, unit="step", dynamic_ncols=True, file=self._output, smoothing=0.1
       )
@@ -62,18 +66,22 @@ class Progress:
 
   def note(self, text: str) -> None:
     """Writes a line, above the bar if there is one."""
-    if self._bar is not None:
-      self._bar.write(text, file=self._output)
-    else:
-      print(text, file=self._output, flush=True)
+    if not self._process:
+      self._write(text)
 
   def warn(self, text: str) -> None:
     """Writes a line unless it has been written before."""
     if text not in self._warned:
       self._warned.add(text)
-      self.note(text)
+      self._write(f"process {self._process}: {text}" if self._process else text)
 
   def close(self) -> None:
     """Ends the bar where it is."""
     if self._bar is not None:
       self._bar.close()
+
+  def _write(self, text: str) -> None:
+    if self._bar is not None:
+      self._bar.write(text, file=self._output)
+    else:
+      print(text, file=self._output, flush=True)

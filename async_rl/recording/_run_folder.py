@@ -51,15 +51,19 @@ class RunFolder:
   Attributes:
     path: the folder.
     resumed: whether it already held this run.
+    process: the number of this process among those of the run; the first one alone locks the folder and writes what
+      they share.
   """
 
   path: pathlib.Path
   resumed: bool
-  _lock: TextIO = dataclasses.field(repr=False, compare=False)
+  _lock: TextIO | None = dataclasses.field(repr=False, compare=False)
+  process: int = 0
 
   def close(self) -> None:
     """Releases the lock. Idempotent."""
-    self._lock.close()
+    if self._lock is not None:
+      self._lock.close()
 
   def __enter__(self) -> RunFolder:
     return self
@@ -99,8 +103,8 @@ class RunFolder:
 
   @property
   def schedule(self) -> pathlib.Path:
-    """Recorded schedule of an asynchronous run."""
-    return self.path / "schedule.jsonl"
+    """Recorded schedule of this process."""
+    return schedule_of(self.path / "schedule.jsonl", self.process)
 
   @property
   def report(self) -> pathlib.Path:
@@ -148,6 +152,25 @@ class RunFolder:
         raise RunFolderError(f"cannot write the run folder {path}: {error.strerror or error}") from error
       raise
 
+  @classmethod
+  def join(cls, path: str | pathlib.Path, process: int) -> RunFolder:
+    """Returns the folder for another process of the run, after the first one has opened it.
+
+    Args:
+      path: the folder.
+      process: the number of this process, above 0.
+
+    Raises:
+      RunFolderError: if this process does not see the folder.
+    """
+    path = pathlib.Path(path).expanduser()
+    if not (path / _MARK).exists():
+      raise RunFolderError(
+        f"process {process} does not see {path}, which process 0 has opened: choose a folder on storage that all "
+        "processes share"
+      )
+    return cls(path, True, None, process)
+
   def discard_replaced(self) -> None:
     """Deletes the run that this one replaces; call it once this one has begun."""
     shutil.rmtree(self.path / _REPLACED, ignore_errors=True)
@@ -179,6 +202,11 @@ def find_checkpoints(path: str | pathlib.Path) -> pathlib.Path:
   if not any(entry.name.isdecimal() for entry in path.glob("checkpoints/*")):
     raise RunFolderError(f"the run in {path} has no checkpoint yet; wait for its first one")
   return path / "checkpoints"
+
+
+def schedule_of(path: pathlib.Path, process: int) -> pathlib.Path:
+  """Returns the file of a process's schedule; `path` is the first one's."""
+  return path.with_stem(f"{path.stem}_{process}") if process else path
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:

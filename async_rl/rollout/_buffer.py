@@ -47,18 +47,30 @@ class RolloutBuffer:
     groups_per_step: G, groups trained by one optimizer step, >= 1.
     max_lag: the largest allowed lag of a trained token, in optimizer steps, >= 0.
     steps: optimizer steps of the run, or None for no end.
-    limit: number of tickets, hence of prompts, or None for no end. A group that could only be part of an incomplete
-      last batch is never started.
+    limit: the end of the tickets, hence of the prompts, or None for no end. A group that could only be part of an
+      incomplete last batch is never started.
+    first: the first ticket.
+    stride: the distance of the tickets: process i of N deals i, i + N, i + 2N, ...
   """
 
-  def __init__(self, groups_per_step: int, max_lag: int, *, steps: int | None = None, limit: int | None = None):
+  def __init__(
+    self,
+    groups_per_step: int,
+    max_lag: int,
+    *,
+    steps: int | None = None,
+    limit: int | None = None,
+    first: int = 0,
+    stride: int = 1,
+  ):
     if groups_per_step < 1:
       raise ValueError(f"*groups_per_step* must be at least 1, got groups_per_step={groups_per_step}.")
     if max_lag < 0:
       raise ValueError(f"*max_lag* must be at least 0, got max_lag={max_lag}.")
-    if limit is not None and limit < groups_per_step:
+    groups = groups_per_step * stride
+    if limit is not None and limit < groups:
       raise ValueError(
-        f"the prompts of all epochs give {limit} groups, which cannot fill one step of groups={groups_per_step}; "
+        f"the prompts of all epochs give {limit} groups, which cannot fill one step of groups={groups}; "
         "raise epochs or lower groups."
       )
     self.groups_per_step = groups_per_step
@@ -66,7 +78,10 @@ class RolloutBuffer:
     self._steps = steps
     self._limit = limit
     self._monitor = Monitor("the rollout buffer")
-    self._next_ticket = 0
+    self._first = first
+    self._stride = stride
+    self._next_ticket = first
+    self._returned: list[int] = []  # heap of tickets below the next one that were dealt in vain, to be dealt again
     self._submitted = 0
     self._taken = 0  # batches taken; the next one is for this learner version
     self._learner = 0  # the newest version that the learner is known to have published
@@ -154,25 +169,17 @@ class RolloutBuffer:
       Closed: if the buffer was closed; or the error that it was closed with.
       ValueError: if it is not this version's turn, or training `tickets` now would break the lag bound.
     """
-
-    def ready() -> list[int] | None:
-      if self._taken == self._steps or len(self._stamps) + self._remaining() < self.groups_per_step:
-        raise EndOfData(f"the data ended after {self._taken} steps, with {len(self._stamps)} groups left")
-      return self._choose() if tickets is None else self._choose_these(tickets)
-
     with self._monitor:
-      if version != self._taken:
-        raise ValueError(f"take({version}) out of turn: the next batch is that of version {self._taken}")
-      self._learner = version
-      self._monitor.notify()
-      chosen = self._monitor.wait_for(ready, timeout)
-      self._monitor.check_open()
-      if chosen is None:
-        raise TimeoutError(f"no batch for step {version} within {timeout} s: {self._describe()}")
+      chosen = self._wait_for_choice(version, timeout, tickets)
       self._taken += 1
       for ticket in chosen:
         del self._stamps[ticket]
       return [self._complete.pop(ticket) for ticket in sorted(chosen)]
+
+  def wait(self, version: int, timeout: float | None = None, tickets: Collection[int] | None = None) -> None:
+    """Waits until `take` with the same arguments returns at once, and takes nothing; raises what it would raise."""
+    with self._monitor:
+      self._wait_for_choice(version, timeout, tickets)
 
   def close(self, error: BaseException | None = None) -> None:
     """Ends the run and wakes all waiters; `error` is raised in every thread that uses the buffer after it."""
@@ -219,6 +226,7 @@ class RolloutBuffer:
         "next_ticket": self._next_ticket,
         "submitted": self._submitted,
         "taken": self._taken,
+        "returned": np.asarray(sorted(self._returned), np.int64),
         "failures": dict(self._failures),
         "pending": _table_from_stamps(pending, self._stamps),
         "complete": _table_from_stamps(complete, self._stamps),
@@ -238,24 +246,72 @@ class RolloutBuffer:
     Raises:
       ValueError: if the state is of a buffer with another step size or lag bound.
     """
-    for name in ("groups_per_step", "max_lag"):
-      if state[name] != getattr(self, name):
-        raise ValueError(
-          f"the checkpoint was made with {name}={state[name]}, this run has {name}={getattr(self, name)}: "
-          "resume with the old value"
-        )
+    _check_same("groups_per_step", state["groups_per_step"], self.groups_per_step)
+    _check_same("max_lag", state["max_lag"], self.max_lag)
     pending, complete = _stamps_from_table(state["pending"]), _stamps_from_table(state["complete"])
     with self._monitor:
       self._next_ticket = state["next_ticket"]
       self._submitted = state["submitted"]
       self._taken = self._learner = state["taken"]
+      self._returned = state["returned"].tolist()
       self._failures = collections.Counter(state["failures"])
       self._stamps = pending | complete
       self._complete = {g.request.ticket: g for g in groups_from_arrays(state["groups"], prompts)}
       self._resubmit = sorted(pending.keys() - set(in_flight))
       self._monitor.notify()
 
+  def redeal(self, states: Sequence[dict[str, Any]]) -> int:
+    """Continues from the buffers of another number of processes, before anything was submitted here.
+
+    The groups that they had not trained are forgotten, complete ones too, and their tickets are dealt again, as all
+    that follow, by the rule of this number of processes.
+
+    Args:
+      states: what `state` returned in each process, in their order.
+
+    Returns:
+      The number of complete groups that were forgotten, in all processes together.
+
+    Raises:
+      ValueError: if the states are of another step size or lag bound.
+    """
+    _check_same("groups", sum(s["groups_per_step"] for s in states), self.groups_per_step * self._stride)
+    _check_same("max_lag", states[0]["max_lag"], self.max_lag)
+    end = max(s["next_ticket"] for s in states)
+    tickets = {ticket for s in states for ticket in range(s["next_ticket"], end, len(states))}
+    for table in (s[name]["ticket"] for s in states for name in ("pending", "complete")):
+      tickets.update(table.tolist())
+    tickets.update(ticket for s in states for ticket in s["returned"].tolist())
+    limit = math.inf if self._limit is None else self._limit
+    with self._monitor:
+      self._next_ticket = end + (self._first - end) % self._stride
+      self._returned = sorted(t for t in tickets if t < limit and t % self._stride == self._first)
+      self._taken = self._learner = states[0]["taken"]
+      self._submitted = self._taken * self.groups_per_step
+      if not self._first:
+        self._failures = sum((collections.Counter(s["failures"]) for s in states), collections.Counter())
+      self._monitor.notify()
+    return sum(len(s["complete"]["ticket"]) for s in states)
+
   # All below: with the lock held.
+
+  def _wait_for_choice(self, version: int, timeout: float | None, tickets: Collection[int] | None) -> list[int]:
+    """Returns the tickets of the batch of step `version` as soon as it can be taken; see `take`."""
+
+    def ready() -> list[int] | None:
+      if self._taken == self._steps or len(self._stamps) + self._remaining() < self.groups_per_step:
+        raise EndOfData(f"the data ended after {self._taken} steps, with {len(self._stamps)} groups left")
+      return self._choose() if tickets is None else self._choose_these(tickets)
+
+    if version != self._taken:
+      raise ValueError(f"take({version}) out of turn: the next batch is that of version {self._taken}")
+    self._learner = version
+    self._monitor.notify()
+    chosen = self._monitor.wait_for(ready, timeout)
+    self._monitor.check_open()
+    if chosen is None:
+      raise TimeoutError(f"no batch for step {version} within {timeout} s: {self._describe()}")
+    return chosen
 
   def _submit(self, sampler_version: int) -> int | None:
     if not 0 <= sampler_version <= self._taken:
@@ -267,15 +323,20 @@ class RolloutBuffer:
       total -= total % self.groups_per_step
     if self._submitted >= min((self.max_lag + sampler_version + 1) * self.groups_per_step, total):
       return None
-    ticket = self._next_ticket
-    self._next_ticket += 1
+    if self._returned:
+      ticket = heapq.heappop(self._returned)
+    else:
+      ticket = self._next_ticket
+      self._next_ticket += self._stride
     self._submitted += 1
     self._stamps[ticket] = sampler_version
     return ticket
 
   def _remaining(self) -> float:
     """Returns the number of groups that could still be submitted if all unfinished ones succeeded."""
-    tickets = math.inf if self._limit is None else self._limit - self._next_ticket
+    tickets = math.inf
+    if self._limit is not None:
+      tickets = len(self._returned) + len(range(self._next_ticket, self._limit, self._stride))
     groups = math.inf if self._steps is None else self._steps * self.groups_per_step - self._submitted
     return max(0, min(tickets, groups))
 
@@ -306,6 +367,13 @@ class RolloutBuffer:
   def _describe(self) -> str:
     pending = sorted(self._stamps.keys() - self._complete.keys())
     return f"{len(self._complete)} groups complete, {len(pending)} pending (the oldest: {pending[:4]})"
+
+
+def _check_same(name: str, saved: int, current: int) -> None:
+  if saved != current:
+    raise ValueError(
+      f"the checkpoint was made with {name}={saved}, this run has {name}={current}: resume with the old value"
+    )
 
 
 def _table_from_stamps(tickets: Sequence[int], stamps: dict[int, int]) -> dict[str, np.ndarray]:

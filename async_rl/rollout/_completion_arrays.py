@@ -7,6 +7,7 @@ random access, gives them back.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def groups_to_arrays(groups: Iterable[Group]) -> dict[str, Any]:
   }
 
 
-def groups_from_arrays(arrays: dict[str, Any], prompts: Sequence[Prompt]) -> list[Group]:
+def groups_from_arrays(arrays: dict[str, Any], prompts: Sequence[Prompt] | Mapping[int, Prompt]) -> list[Group]:
   """Inverse of `groups_to_arrays`; `prompts[i]` is the task's prompt with id `i`."""
   prompt_tokens = _split(arrays["prompt_tokens"], arrays["prompt_length"])
   rewards, failed = (_split(arrays[field], arrays["samples"]) for field in ("rewards", "failed"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -82,6 +83,17 @@ class Ledger:
       lost = self._generated - self._ended.total() - saved
     if lost:
       self.failed(lost, "restart")
+
+  def merge(self, states: Sequence[dict[str, Any]]) -> None:
+    """Continues from the checkpoint of other processes, whose saved tokens are all entered as failed by the restart.
+
+    Args:
+      states: the return values of `state` in those processes.
+    """
+    ended: collections.Counter[str] = collections.Counter()
+    for state in states:
+      ended.update(state["ended"])
+    self.restore({"generated": sum(state["generated"] for state in states), "ended": ended}, saved=0)
 
 
 def _checked(tokens: int) -> int:

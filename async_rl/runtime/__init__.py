@@ -5,6 +5,9 @@ from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._evaluation import mean_and_interval
 from async_rl.runtime._evaluation import measure_distance
 from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._join import join_hosts
+from async_rl.runtime._join import leave
 from async_rl.runtime._options import RESUMABLE
 from async_rl.runtime._options import Devices
 from async_rl.runtime._options import Length
@@ -21,7 +24,6 @@ from async_rl.runtime._reward_model import make_scorer
 from async_rl.runtime._reward_model import pair_accuracy
 from async_rl.runtime._run import Summary
 from async_rl.runtime._run import train
-from async_rl.runtime._session import Diverged
 from async_rl.runtime._session import Session
 from async_rl.runtime._signals import Interrupted
 from async_rl.runtime._stages import KeptStage
@@ -29,4 +31,6 @@ from async_rl.runtime._stages import ScorerStage
 from async_rl.runtime._stages import Stage
 from async_rl.runtime._stages import StageInputs
 from async_rl.runtime._stages import restore_or_make
+from async_rl.runtime._step_log import Diverged
 from async_rl.runtime._supervised import SupervisedStage
+from async_rl.runtime._watch import HostError

@@ -7,9 +7,14 @@ recorded asynchronous run; bit for bit reproducible.
 
 from __future__ import annotations
 
+import functools
+import pathlib
 import threading
 from collections.abc import Iterable
+from collections.abc import Iterator
 
+from async_rl import models
+from async_rl.recording._run_folder import schedule_of
 from async_rl.rollout._buffer import EndOfData
 from async_rl.rollout._schedule import LAG_KINDS
 from async_rl.rollout._schedule import Event
@@ -35,7 +40,7 @@ def drive(session: Session) -> None:
   elif schedule.lag in LAG_KINDS:
     run_simulated(session, LagDistribution(schedule.max_lag, schedule.lag, session.experiment.options.training.seed))
   else:
-    replay(session, read_schedule(schedule.lag))
+    replay(session, read_schedule(schedule_of(pathlib.Path(schedule.lag), session.hosts.index)))
 
 
 def run_async(session: Session) -> None:
@@ -59,37 +64,57 @@ def run_sync(session: Session) -> None:
 
 def run_simulated(session: Session, lags: LagDistribution) -> None:
   """Each version samples the batches that `lags` has it feed, of this step or later ones; then the step is taken."""
-  groups_per_step, assigned = session.buffer.groups_per_step, session.assigned
-  num_steps = session.experiment.options.length.steps
   session.publish_weights()
   while not session.done:
-    session.actor.set_weights(*session.store.latest(at_least=session.version))
-    session.submit_unfinished()
-    for step in lags.steps_due(session.version):  # not all were assigned where a run was extended
-      if step < num_steps and step not in assigned:
-        assigned[step] = _submit_groups(session, groups_per_step)
-    _sample_assigned(session, groups_per_step)
-    if len(assigned[session.version]) < groups_per_step:
-      raise EndOfData(f"the data ended after {session.version} steps")
-    batch = session.take_batch(assigned[session.version])
-    del assigned[session.version]  # only now: until it is taken, a checkpoint needs it
+    session.hosts.agree(functools.partial(_sample_due, session, lags))
+    batch = session.take_batch(session.assigned[session.version])
+    del session.assigned[session.version]  # only now: until it is taken, a checkpoint needs it
     session.step(batch)
+
+
+def _sample_due(session: Session, lags: LagDistribution) -> None:
+  """Samples all that the current version must.
+
+  Raises:
+    EndOfData: if the data end before the batch of this step is complete.
+  """
+  groups_per_step, assigned = session.buffer.groups_per_step, session.assigned
+  session.actor.set_weights(*session.store.latest(at_least=session.version))
+  session.submit_unfinished()
+  for step in lags.steps_due(session.version):  # not all were assigned where a run was extended
+    if step < session.experiment.options.length.steps and step not in assigned:
+      assigned[step] = _submit_groups(session, groups_per_step)
+  _sample_assigned(session, groups_per_step)
+  if len(assigned[session.version]) < groups_per_step:
+    raise EndOfData(f"the data ended after {session.version} steps")
 
 
 def replay(session: Session, schedule: Iterable[Event]) -> None:
   """Repeats a recorded asynchronous run, event by event."""
-  source = session.experiment.options.schedule.lag
   if session.version > 0 and not session.done:
     raise ValueError(f"{session.folder.path} holds part of a replay, which cannot be resumed; pass --overwrite.")
   events = list(schedule)
   if not events:
-    raise ValueError(f"{source} is empty; {_FOREIGN_SCHEDULE}")
+    raise ValueError(f"{session.experiment.options.schedule.lag} is empty; {_FOREIGN_SCHEDULE}")
   needed = {event[1] for event in events if event[0] == "weights"}
   session.publish_weights()
   weights = dict([session.store.latest(at_least=session.version)])
+  to_come = iter(events)
+  while not session.done:
+    tickets = session.hosts.agree(functools.partial(_replay_until_train, session, to_come, weights))
+    session.step(session.take_batch(tickets))
+    if session.version in needed:
+      weights.update([session.store.latest(at_least=session.version)])
+
+
+def _replay_until_train(session: Session, events: Iterator[Event], weights: dict[int, models.Params]) -> list[int]:
+  """Repeats the events up to the next step of the learner and returns the tickets that it trains.
+
+  Raises:
+    EndOfData: if there is no such step.
+  """
+  source = session.experiment.options.schedule.lag
   for kind, *details in events:
-    if session.done:
-      return
     session.stop.check()
     match kind:
       case "weights" if details[0] != session.actor.version:  # a run that was resumed takes its weights once more
@@ -109,11 +134,8 @@ def replay(session: Session, schedule: Iterable[Event]) -> None:
         session.actor.wait_for_rewards()
         if missing := set(details[1]) - {group.request.ticket for group in session.buffer.groups()}:
           raise ValueError(f"{source} trains groups {sorted(missing)} before they are finished; {_FOREIGN_SCHEDULE}")
-        session.step(session.take_batch(details[1]))
-        if session.version in needed:
-          weights.update([session.store.latest(at_least=session.version)])
-  if not session.done:
-    raise EndOfData(f"the schedule ended after {session.version} steps")
+        return details[1]
+  raise EndOfData(f"the schedule ended after {session.version} steps")
 
 
 def _submit_groups(session: Session, count: int) -> list[int]:

@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from async_rl import learning
 from async_rl import models
@@ -17,6 +19,8 @@ from async_rl.rollout._conversations import Conversations
 from async_rl.rollout._conversations import ScoredGroup
 from async_rl.rollout._prompts import UNTRAINED_TICKETS
 from async_rl.rollout._prompts import PromptEncoder
+from async_rl.runtime._gather import gather_scored
+from async_rl.runtime._hosts import Hosts
 from async_rl.types import LENGTH
 from async_rl.types import Group
 from async_rl.types import Prompt
@@ -76,8 +80,11 @@ def evaluate(
   *,
   proxy: tasks.Scorer | None = None,
   between_chunks: Callable[[], None] | None = None,
+  hosts: Hosts | None = None,
 ) -> tuple[dict[str, float], list[ScoredGroup]]:
   """Completes `prompts` with an idle sampler under its current weights and scores the completions.
+
+  Several processes deal the prompts among themselves, each with a sampler of its own, and all return the same.
 
   Args:
     sampler: the sampler.
@@ -87,6 +94,7 @@ def evaluate(
     samples: K, the number of samples of each prompt.
     proxy: the scorer that replaces the judge in training, such as a reward model.
     between_chunks: called before each chunk; what it raises ends the work.
+    hosts: the processes of the run; `None` for this one alone.
 
   Returns:
     The metrics `accuracy` (mean reward), `interval` (half the width of its 95 % interval; for two prompts or more),
@@ -94,8 +102,14 @@ def evaluate(
     failed, whose stand-ins are part of the accuracy) and, with `proxy`, its mean reward; and the groups in the order of
     the prompts.
   """
+  hosts = hosts or Hosts()
   requests = [encoder.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
-  groups = complete(sampler, encoder, requests, samples, rewards, between_chunks)
+
+  def work() -> tuple[list[ScoredGroup], list[float]]:
+    groups = complete(sampler, encoder, requests[hosts.index :: hosts.count], samples, rewards, between_chunks)
+    return groups, [] if proxy is None else _score(proxy, encoder, groups)
+
+  groups, proxies = gather_scored(hosts, *hosts.agree(work), prompts)
   completions = [c for group in groups for c in group.completions]
   accuracy, interval = mean_and_interval(np.array([[r.value for r in group.results] for group in groups]).mean(axis=1))
   metrics = {
@@ -106,10 +120,15 @@ def evaluate(
     "failures": float(sum(result.failed for group in groups for result in group.results)),
   }
   if proxy is not None:
-    decode = encoder.decode_last_turn
-    futures = [proxy.submit(g.request.prompt, decode(c), c.finish) for g in groups for c in g.completions]
-    metrics["proxy"] = float(np.mean([future.result().value for future in futures]))
+    metrics["proxy"] = float(np.mean(proxies))
   return metrics, groups
+
+
+def _score(scorer: tasks.Scorer, encoder: PromptEncoder, groups: Sequence[ScoredGroup]) -> list[float]:
+  """Returns the rewards by `scorer` of all samples of the groups."""
+  decode = encoder.decode_last_turn
+  futures = [scorer.submit(g.request.prompt, decode(c), c.finish) for g in groups for c in g.completions]
+  return [future.result().value for future in futures]
 
 
 def measure_distance(learner: learning.Learner, params: models.Params, groups: Sequence[ScoredGroup]) -> float:
@@ -123,5 +142,12 @@ def measure_distance(learner: learning.Learner, params: models.Params, groups: S
   count = sum(len(group.completions) for group in groups)
   unscored = [Group(g.request, g.completions, np.zeros(len(g.completions), np.float32)) for g in groups]
   batch = learning.pack(unscored, dataclasses.replace(learner.shape, sequences=count))
-  reference = np.asarray(learner.score_reference(params, batch))
+  reference = _fetch(learner.score_reference(params, batch))
   return float(np.sum(batch.logprobs - reference, where=batch.mask) / count)
+
+
+def _fetch(array: jax.Array) -> np.ndarray:
+  """Returns an array on the host, of whatever processes the devices that have it are."""
+  if array.is_fully_addressable or array.is_fully_replicated:
+    return np.asarray(array)
+  return multihost_utils.process_allgather(array, tiled=True)

@@ -23,6 +23,7 @@ from async_rl.rollout._mesh import Meshes
 from async_rl.rollout._mesh import make_mesh
 from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._prompts import PromptEncoder
+from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._options import RESUMABLE
 from async_rl.runtime._options import Options
 from async_rl.runtime._options import check_types
@@ -139,8 +140,6 @@ class Experiment:
 
   def make_meshes(self) -> Meshes:
     """Splits the devices into a generation mesh and a learner mesh."""
-    if jax.process_count() > 1:
-      raise NotImplementedError(f"Runs on several hosts are not supported yet, got {jax.process_count()} processes.")
     devices = self.options.devices
     shared = self.options.schedule.mode == "sync"
     return make_meshes(
@@ -177,8 +176,13 @@ class Experiment:
     data = mesh.shape["data"]
     return self.make_sampler(dataclasses.replace(config, slots=-(-config.slots // data) * data), mesh)
 
-  def make_stage_inputs(self, rewards: tasks.RewardPool) -> StageInputs:
-    """Makes the objects of a run that stages may use; `rewards` asks the task."""
+  def make_stage_inputs(self, rewards: tasks.RewardPool, hosts: Hosts | None = None) -> StageInputs:
+    """Makes the objects of a run that stages may use.
+
+    Args:
+      rewards: the pool that asks the task.
+      hosts: the processes of the run; `None` for this one alone.
+    """
     meshes, training = self.make_meshes(), self.options.training
     prompts = self.task.prompts("train")
     return StageInputs(
@@ -190,6 +194,7 @@ class Experiment:
       sampler=self.make_sampler(self.sampler_config, meshes.generation),
       meshes=meshes,
       rewards=rewards,
+      hosts=hosts or Hosts(),
       samples=training.samples,
       seed=training.seed,
     )

@@ -145,6 +145,12 @@ class Devices:
   reward_workers: int = 2
   #: Seconds that one of their calls may take.
   reward_timeout: float = 10.0
+  #: Host and port of process 0 of a run on several hosts, where the environment does not tell (as on TPUs).
+  coordinator: str | None = None
+  #: Number of this process in such a run, from 0 on.
+  process_id: int | None = None
+  #: Number of processes of such a run.
+  num_processes: int | None = None
 
   def __post_init__(self):
     for name in ("fsdp", "tensor", "rows"):
@@ -156,6 +162,20 @@ class Devices:
     if self.generation_devices is not None:
       check_number("generation_devices", self.generation_devices, whole=True, at_least=0)
     check_number("reward_timeout", self.reward_timeout, above=0)
+    self._check_processes()
+
+  def _check_processes(self) -> None:
+    given = (self.coordinator, self.process_id, self.num_processes)
+    if None in given and given != (None, None, None):
+      raise ValueError(
+        f"*coordinator*, *process_id* and *num_processes* must be given together, got coordinator={self.coordinator}, "
+        f"process_id={self.process_id}, num_processes={self.num_processes}."
+      )
+    if self.num_processes is not None:
+      check_number("num_processes", self.num_processes, whole=True, at_least=1)
+      check_number("process_id", self.process_id, whole=True, at_least=0, below=self.num_processes)
+    if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
+      raise ValueError(f"*coordinator* must be host:port, got coordinator={self.coordinator!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +220,8 @@ class Output:
     check_number("keep", self.keep, whole=True, at_least=1)
 
 
+#: Options that name a process among those of a run; they say nothing of the run itself.
+PROCESS_OPTIONS = ("coordinator", "process_id", "num_processes")
 #: Parts whose values may change when a run is resumed.
 RESUMABLE = (Devices, Length, Output)
 

@@ -6,6 +6,8 @@ import contextlib
 import json
 from typing import NamedTuple
 
+import jax
+
 from async_rl import tasks
 from async_rl.recording._metrics import check_wandb
 from async_rl.recording._report import write_report
@@ -13,10 +15,12 @@ from async_rl.recording._run_folder import RunFolder
 from async_rl.rollout._buffer import EndOfData
 from async_rl.runtime._drivers import drive
 from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._join import check_same
+from async_rl.runtime._options import PROCESS_OPTIONS
 from async_rl.runtime._options import flatten
 from async_rl.runtime._session import Session
 from async_rl.runtime._signals import StopRequested
-from async_rl.runtime._signals import StopSignal
 
 
 class Summary(NamedTuple):
@@ -39,38 +43,64 @@ class Summary(NamedTuple):
   lag_bound: int = 0
 
 
-def train(experiment: Experiment) -> Summary:
+def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
   """Runs an experiment to its end, or resumes it where its folder's newest checkpoint stands.
 
+  Args:
+    experiment: the experiment.
+    hosts: the processes of the run, from `join_hosts`; `None` for this one alone.
+
   Raises:
+    HostError: if the processes were not started alike.
     RunFolderError, CheckpointError, ImportError: with one sentence for the user, before anything is computed.
     Interrupted: if SIGTERM or SIGINT arrived, after a checkpoint.
     Exception: whatever a thread failed with.
   """
+  hosts = hosts or Hosts()
+  if hosts.count != jax.process_count():
+    raise ValueError(f"JAX has {jax.process_count()} processes; give train the hosts of join_hosts.")
   options, devices, output = experiment.options, experiment.options.devices, experiment.options.output
   if output.wandb:
     check_wandb()
-  text = json.dumps({"config": experiment.name, **flatten(options)}, indent=2) + "\n"
-  folder = RunFolder.open(output.run_dir, text, experiment.fingerprint(), overwrite=output.overwrite)
+  folder = _open_folder(experiment, hosts)
   with contextlib.ExitStack() as stack:
     stack.callback(folder.close)
-    stop = StopSignal()
-    stack.enter_context(stop.caught())
+    hosts.stop.activity = "starting"
+    stack.enter_context(hosts.stop.caught())
     try:
       pool = tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout)
-      session = Session(experiment, folder, stack.enter_context(pool), stop)
+      session = Session(experiment, folder, stack.enter_context(pool), hosts)
       session.open(stack)
     except BaseException:
       if not folder.resumed and not any(folder.checkpoints.glob("[0-9]*")):
         folder.remove()  # nothing was saved, so let the corrected command reuse the folder
       raise
-    folder.discard_replaced()
-    with stop.deferred():
+    if hosts.first:
+      folder.discard_replaced()
+    with hosts.stop.deferred():
       ended_early = _run_to_the_end(session)
-    write_report(folder)
+    if hosts.first:
+      write_report(folder)
   versions = sorted(session.accuracy)
   before, after = (session.accuracy[versions[0]], session.accuracy[versions[-1]]) if versions else (None, None)
   return Summary(folder, session.version, after, before, ended_early, options.schedule.lag_bound)
+
+
+def _open_folder(experiment: Experiment, hosts: Hosts) -> RunFolder:
+  """Opens the run's folder in the first process, then in the others, once all are known to be of the same run."""
+  options, output = experiment.options, experiment.options.output
+  values = {"config": experiment.name, **flatten(options)}
+  values = {name: value for name, value in values.items() if name not in PROCESS_OPTIONS}
+  check_same(hosts, {**values, **experiment.fingerprint()})
+
+  def open_folder() -> RunFolder:
+    text = json.dumps(values, indent=2) + "\n"
+    return RunFolder.open(output.run_dir, text, experiment.fingerprint(), overwrite=output.overwrite)
+
+  if hosts.first:
+    return hosts.agree(open_folder)
+  hosts.agree(lambda: None)
+  return RunFolder.join(output.run_dir, hosts.index)
 
 
 def _run_to_the_end(session: Session) -> bool:

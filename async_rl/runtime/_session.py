@@ -12,17 +12,15 @@ from typing import NoReturn
 import jax
 
 from async_rl import learning
-from async_rl import sampling
 from async_rl import tasks
 from async_rl.recording._checkpoint import CheckpointError
-from async_rl.recording._metrics import MetricsBuffer
 from async_rl.recording._metrics import MetricsWriter
+from async_rl.recording._metrics import NoMetricsWriter
 from async_rl.recording._progress import Progress
 from async_rl.recording._run_folder import RunFolder
 from async_rl.rollout._actor import Actor
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._completion_arrays import drawn_tokens
-from async_rl.rollout._completion_arrays import failed_tokens
 from async_rl.rollout._conversations import Conversations
 from async_rl.rollout._ledger import Ledger
 from async_rl.rollout._prompts import PromptStream
@@ -31,21 +29,19 @@ from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._evaluation import measure_distance
 from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._gather import gather_groups
+from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._local_sampler import LocalSampler
 from async_rl.runtime._options import flatten
 from async_rl.runtime._reference import set_starting_reference
-from async_rl.runtime._signals import StopSignal
+from async_rl.runtime._step_log import StepLog
 from async_rl.runtime._step_meter import StepMeter
+from async_rl.runtime._step_meter import combine
 from async_rl.types import Group
 from async_rl.types import TrainState
 
-#: The run ends when this many steps in a row were skipped.
-_MAX_SKIPPED_STEPS = 5
 #: Seconds between two checks for a signal while the learner waits for a batch.
 _POLL_SECONDS = 1.0
-
-
-class Diverged(RuntimeError):
-  """Gradients stay non-finite; the message is for the user."""
 
 
 class Session:
@@ -55,9 +51,10 @@ class Session:
     experiment: the experiment to run.
     folder: the run's folder.
     rewards: the pool that judges evaluations, and training samples unless the experiment has a scorer.
-    stop: the signals that ask the run to end.
+    hosts: the processes of the run, of which this is one.
 
   Attributes:
+    hosts: the processes of the run.
     version: the number of optimizer steps done.
     buffer: the groups on their way from the actor to the learner.
     store: the weights on their way from the learner to the actor.
@@ -71,18 +68,24 @@ class Session:
   actor: Actor
   state: TrainState
 
-  def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool, stop: StopSignal):
+  def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool, hosts: Hosts):
     self.experiment = experiment
     self.folder = folder
     self.version = 0
     self.assigned: dict[int, list[int]] = {}
     self.accuracy: dict[int, float] = {}
     self.unfinished: list[int] = []
-    self.stop = stop
+    self.hosts = hosts
+    self.stop = hosts.stop
     self._rewards = rewards
     self._scorer: tasks.Scorer | None = None  # scores training samples in place of the task
     options, training = experiment.options, experiment.options.training
-    self._stage_inputs = inputs = experiment.make_stage_inputs(rewards)
+    if training.groups % hosts.count:
+      raise ValueError(
+        f"*groups* must be a multiple of the number of processes, got groups={training.groups} on {hosts.count}; each "
+        "of them samples as many."
+      )
+    self._stage_inputs = inputs = experiment.make_stage_inputs(rewards, hosts)
     self._meshes = inputs.meshes
     self._encoder = inputs.encoder
     self._held_out = inputs.held_out
@@ -100,13 +103,18 @@ class Session:
     self._checkpoints = experiment.make_checkpointer(folder.checkpoints)
     self._ledger = Ledger()
     self.buffer = RolloutBuffer(
-      training.groups, options.schedule.lag_bound, steps=options.length.steps, limit=self._prompts.num_tickets
+      training.groups // hosts.count,
+      options.schedule.lag_bound,
+      steps=options.length.steps,
+      limit=self._prompts.num_tickets,
+      first=hosts.index,
+      stride=hosts.count,
     )
     self.store = WeightStore(experiment.policy, self._sampler.weight_shardings, self._meshes.learner)
 
   @functools.cached_property
-  def _evaluator(self) -> sampling.Sampler:
-    return self.experiment.make_evaluator(self._meshes.learner)
+  def _evaluator(self) -> LocalSampler:
+    return LocalSampler(self.experiment.make_evaluator(self._meshes.learner), self._learner)
 
   # Open, restore.
 
@@ -115,49 +123,63 @@ class Session:
     experiment = self.experiment
     stack.callback(self.store.close)
     stack.callback(self._checkpoints.close)
-    host = self._restore_or_start()
-    self._recorder = ScheduleRecorder(self.folder.schedule, host["schedule"] if host else 0)
+    saved = self._restore_or_start()
+    own = saved[self.hosts.index] if len(saved) == self.hosts.count else None
+    self._recorder = ScheduleRecorder(self.folder.schedule, own["schedule"] if own else 0)
     stack.callback(self._recorder.close)
-    options = experiment.options
-    self._writer = MetricsWriter(
-      self.folder,
-      resume_step=self.version,
-      resume_rows=host["metrics"] if host else 0,
-      wandb=options.output.wandb,
-      config=flatten(options),
-    )
-    stack.callback(self._writer.close)
-    self._progress = Progress(options.length.steps, self.version)
-    stack.callback(self._progress.close)
-    for damage in (*self._checkpoints.skipped.values(), *self._recorder.damaged, *self._writer.damaged):
-      self._progress.note(f"damaged: {damage}")
-    self._checkpoints.set_aside_skipped()
-    if options.schedule.mode == "async":
-      self._progress.note(self._meshes.describe())
-    if note := self._prompt_check.describe():
-      self._progress.note(note)
-    self._unwritten = MetricsBuffer()
-    self._skipped_in_a_row = 0
+    self._open_log(stack, saved[0]["metrics"] if saved else 0)
     if experiment.scorer is not None:
       self._scorer = experiment.scorer(self._stage_inputs)
       stack.callback(self._scorer.close)
-    samples = options.training.samples
+    samples = experiment.options.training.samples
     conversations = Conversations(self._sampler, self._encoder, self._rewards, samples, self._scorer)
     self.actor = Actor(self._sampler, conversations, self._prompts, self.buffer, self._ledger, self._recorder)
     self._meter = StepMeter(self._sampler, self.buffer, self.store, self.actor, self._scorer or self._rewards)
     stack.callback(self.buffer.close)
-    if host:
-      self._restore_host(host)
+    scorers = (self._rewards, self._scorer or self._rewards)
+    self._log = StepLog(self.hosts, self._writer, self._progress, self._ledger, scorers, self._checkpoints)
+    if own:
+      self._restore_host(own)
+    elif saved:
+      self._redeal(saved)
     else:
       self.save()
     self.stop.activity = "compiling the sampler"
     self._sampler.warmup(resumes=self._encoder.has_tool)
 
-  def _restore_or_start(self) -> dict[str, Any] | None:
-    """Sets state and version; returns the host's part of the newest checkpoint, `None` if there is none."""
+  def _open_log(self, stack: contextlib.ExitStack, rows: int) -> None:
+    """Opens metrics, of which the checkpoint has this many rows, and progress; tells what is damaged or left out."""
+    options = self.experiment.options
+    if self.hosts.first:
+      self._writer: MetricsWriter | NoMetricsWriter = MetricsWriter(
+        self.folder,
+        resume_step=self.version,
+        resume_rows=rows,
+        wandb=options.output.wandb,
+        config=flatten(options),
+      )
+    else:
+      self._writer = NoMetricsWriter()
+    stack.callback(self._writer.close)
+    self._progress = Progress(options.length.steps, self.version, process=self.hosts.index)
+    stack.callback(self._progress.close)
+    for damage in (*self._checkpoints.skipped.values(), *self._recorder.damaged, *self._writer.damaged):
+      self._progress.note(f"damaged: {damage}")
+    if self.hosts.first:
+      self._checkpoints.set_aside_skipped()
+    self.hosts.barrier()
+    if not self.hosts.first:
+      self._checkpoints.reload()
+    if options.schedule.mode == "async":
+      self._progress.note(self._meshes.describe())
+    if note := self._prompt_check.describe():
+      self._progress.note(note)
+
+  def _restore_or_start(self) -> list[dict[str, Any]]:
+    """Sets state and version; returns the hosts' parts of the newest checkpoint, none if there is no checkpoint."""
     if self._checkpoints.latest_step is not None:
-      self.state, host = self._checkpoints.restore(self._learner.abstract())
-      if host["prompts"] != self._prompt_check.fingerprint:
+      self.state, saved = self._checkpoints.restore(self._learner.abstract())
+      if saved[0]["prompts"] != self._prompt_check.fingerprint:
         raise CheckpointError(
           f"The training prompts are not those that {self.folder.path} was started with; restore the data set to "
           "resume, or start another run with the new one."
@@ -169,14 +191,16 @@ class Session:
         )
       if self.experiment.keeps_reference:
         set_starting_reference(self._learner, self.folder.reference, None)
-      return host
+      return saved
     start = self.experiment.first_stage
     params = start(self._stage_inputs) if start is not None else None
     self.state = self._learner.init(jax.random.key(self.experiment.options.training.seed), params)
-    shutil.rmtree(self.folder.reference, ignore_errors=True)  # left by a run that ended before its first checkpoint
+    if self.hosts.first:  # left by a run that ended before its first checkpoint
+      shutil.rmtree(self.folder.reference, ignore_errors=True)
+    self.hosts.barrier()
     if self.experiment.keeps_reference:
       set_starting_reference(self._learner, self.folder.reference, self.state.params)
-    return None
+    return []
 
   def _restore_host(self, host: dict[str, Any]) -> None:
     self.buffer.restore(host["buffer"], self._prompts.prompts, host["actor"]["tickets"].tolist())
@@ -192,6 +216,18 @@ class Session:
     if len(host["actor"]["tickets"]):
       self._recorder.record("resume")
     self._progress.note(f"resumed at step {self.version}")
+
+  def _redeal(self, saved: list[dict[str, Any]]) -> None:
+    """Continues what another number of processes began: the groups that they had not trained are sampled again."""
+    forgotten = self.buffer.redeal([host["buffer"] for host in saved])
+    if self.hosts.first:
+      self._ledger.merge([host["ledger"] for host in saved])
+    self.accuracy = {int(version): value for version, value in saved[0]["accuracy"].items()}
+    self._recorder.record("resume")
+    self._progress.note(
+      f"resumed at step {self.version} by {self.hosts.count} processes, saved by {len(saved)}: unfinished groups, and "
+      f"{forgotten} complete ones that waited to be trained, are sampled again"
+    )
 
   # Step.
 
@@ -222,23 +258,29 @@ class Session:
     self.unfinished = []
 
   def take_batch(self, tickets: list[int] | None = None) -> list[Group]:
-    """Returns the groups of the next step, those with `tickets` or the most urgent ones; waits for the actor's thread.
+    """Returns the groups of the next step, of all processes; waits for the actor's thread.
+
+    Args:
+      tickets: the groups of this process to take; `None` takes the most urgent ones.
 
     Raises:
       EndOfData: if no further batch can be formed.
       StopRequested: if a signal asked the run to end.
     """
     self.stop.activity = f"waiting for the batch of step {self.version + 1}"
+    self.hosts.agree(functools.partial(self._wait_for_batch, tickets))
+    own = self.buffer.take(self.version, timeout=0, tickets=tickets)
+    self._recorder.record("train", self.version, [g.request.ticket for g in own])
+    return gather_groups(self.hosts, own, self._prompts.prompts)
+
+  def _wait_for_batch(self, tickets: list[int] | None) -> None:
     while True:
       self.stop.check()
       try:
-        groups = self.buffer.take(self.version, timeout=_POLL_SECONDS, tickets=tickets)
+        return self.buffer.wait(self.version, timeout=_POLL_SECONDS, tickets=tickets)
       except TimeoutError:
         if tickets is not None:  # the actor runs in this thread and has finished
           raise RuntimeError(f"Step {self.version} trains groups {tickets}, but not all of them succeeded.") from None
-        continue
-      self._recorder.record("train", self.version, [g.request.ticket for g in groups])
-      return groups
 
   def step(self, groups: list[Group]) -> None:
     """Takes one optimizer step, publishes its weights, and evaluates and saves if that is due."""
@@ -251,7 +293,9 @@ class Session:
       self.version += 1
       if not self.done:
         self.publish_weights()
-    self._log(metrics, groups)
+    drawn = sum(map(drawn_tokens, groups))
+    values = self._meter.metrics(groups, self.version - 1, drawn)
+    self._log.push(self.version, groups, metrics, combine(self.hosts, values))
     if not self.done and self.evaluation_due:
       with self._meter.timing("evaluation"):
         self.evaluate()
@@ -282,26 +326,27 @@ class Session:
     if not self._held_out or self.version in self.accuracy:
       return
     self.stop.activity = f"evaluating step {self.version}"
-    self._flush_metrics()
+    self._log.flush()
     with self._device_turn():
-      metrics = self._measure(self._evaluator)
-    self._warn_of_failures()
+      metrics = self._measure()
+    self._log.warn_of_failures()
     self.accuracy[self.version] = metrics["accuracy"]
     self._writer.write(self.version, {f"eval/{name}": value for name, value in metrics.items()})
     spread = f" ± {metrics['interval']:.3f}" if "interval" in metrics else ""
     self._progress.note(f"step {self.version}: held-out accuracy {metrics['accuracy']:.3f}{spread}")
 
-  def _measure(self, sampler: sampling.Sampler) -> dict[str, float]:
+  def _measure(self) -> dict[str, float]:
     """Returns the metrics of the current version on held-out prompts."""
     experiment = self.experiment
-    sampler.set_weights(self.state.params, self.version)
+    self._evaluator.set_weights(self.state.params, self.version)
     metrics, groups = evaluate(
-      sampler,
+      self._evaluator.sampler,
       self._encoder,
       self._held_out,
       self._rewards,
       proxy=self._scorer,
       between_chunks=self.stop.check,
+      hosts=self.hosts,
     )
     # Samples at another temperature, such as greedy ones, say nothing about the distance to the reference.
     if (
@@ -309,53 +354,6 @@ class Session:
     ):
       metrics["kl_reference"] = measure_distance(self._learner, self.state.params, groups)
     return metrics
-
-  # Log.
-
-  def _log(self, metrics: dict[str, jax.Array], groups: list[Group]) -> None:
-    """Queues this step's metrics and writes the previous step's, which are surely computed."""
-    drawn = sum(map(drawn_tokens, groups))
-    host = self._meter.metrics(groups, self.version - 1, drawn)
-    counts = {"ledger/drawn": drawn, "ledger/failed": sum(map(failed_tokens, groups))}
-    self._write_metrics(self._unwritten.push(self.version, {**metrics, **counts}, host))
-
-  def _flush_metrics(self) -> None:
-    self._write_metrics(self._unwritten.flush())
-
-  def _write_metrics(self, finished: tuple[int, dict[str, float]] | None) -> None:
-    if finished is None:
-      return
-    step, values = finished
-    drawn = int(values.pop("ledger/drawn"))
-    failed = int(values.pop("ledger/failed"))
-    trained = int(values["tokens/trained"])
-    masked = {"failed": failed, "rejected": drawn - trained - failed}
-    self._ledger.trained(trained, {reason: count for reason, count in masked.items() if count})
-    self._warn_of_failures()
-    self._writer.write(step, values)
-    self._progress.update(step, values)
-    self._check_skipped(step, values)
-
-  def _check_skipped(self, step: int, values: dict[str, float]) -> None:
-    """Tells of a step that was skipped; raises `Diverged` after a number of them in a row."""
-    if not values["update/skipped"]:
-      self._skipped_in_a_row = 0
-      return
-    cause = f"its loss is {values['loss']:.3g} and its gradient's norm {values['grad/norm']:.3g}"
-    self._progress.note(f"step {step} was skipped: {cause}; see the metric update/skipped")
-    self._skipped_in_a_row += 1
-    if self._skipped_in_a_row == _MAX_SKIPPED_STEPS:
-      raise Diverged(
-        f"Step {step} is the {_MAX_SKIPPED_STEPS}th in a row that was skipped, since {cause}. The last checkpoint, of "
-        f"step {self._checkpoints.latest_step} in {self._checkpoints.folder}, is good. Lower the learning rate or "
-        "check the rewards."
-      )
-
-  def _warn_of_failures(self) -> None:
-    """Shows the first reason of each kind of failure of rewards and tools, once."""
-    for scorer in (self._rewards, self._scorer or self._rewards):
-      for reason in scorer.first_reasons:
-        self._progress.warn(f"failed {reason}; such samples are not trained, see reward/failures and tools/failures")
 
   # Save.
 
@@ -369,7 +367,7 @@ class Session:
 
   def save(self) -> None:
     """Starts a checkpoint of the current version, the actor paused between two chunks."""
-    self._flush_metrics()
+    self._log.flush()
     with self.actor.paused():
       self.buffer.raise_error()
       held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
 from async_rl import learning
 from async_rl import models
@@ -22,6 +22,7 @@ from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._run_folder import find_checkpoints
 from async_rl.rollout._mesh import Meshes
 from async_rl.rollout._prompts import PromptEncoder
+from async_rl.runtime._hosts import Hosts
 from async_rl.types import Prompt
 from async_rl.types import TrainState
 
@@ -39,6 +40,7 @@ class StageInputs:
     sampler: the run's sampler, idle; a stage may give it any weights.
     meshes: the generation mesh and the learner mesh.
     rewards: the pool that asks the task for rewards and answers.
+    hosts: the processes of the run, which must all do the same in a stage.
     samples: K, the number of samples of a group.
     seed: the run's seed.
   """
@@ -51,6 +53,7 @@ class StageInputs:
   sampler: sampling.Sampler
   meshes: Meshes
   rewards: tasks.RewardPool
+  hosts: Hosts
   samples: int
   seed: int
 
@@ -156,5 +159,6 @@ def restore_or_make(
     params = make()
     if params is None:
       raise ValueError(f"there are no parameters to keep in {folder}; give a stage that makes some.")
-    checkpoints.save(0, TrainState(params, {}, jnp.zeros([], jnp.int32)), {})
+    version: Any = np.zeros([], np.int32)  # of no device, since those of `params` may be of several processes
+    checkpoints.save(0, TrainState(params, {}, version), {})
     return params

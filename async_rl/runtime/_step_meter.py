@@ -20,6 +20,7 @@ from async_rl.recording._metrics import staleness_histogram
 from async_rl.rollout._actor import Actor
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._weight_store import WeightStore
+from async_rl.runtime._hosts import Hosts
 from async_rl.types import Group
 
 #: The host metrics of a step: what each one is. Times are seconds of the interval from the learner's start on the
@@ -51,6 +52,26 @@ METRICS: Mapping[str, str] = types.MappingProxyType(
     "selection/reward_trained": "The mean reward of the samples trained at this step; the lower, the harder.",
     "selection/reward_sampled": "The same of all samples that were available and whose reward did not fail.",
   }
+)
+
+
+#: The metrics that are added up over the processes of a run. Of the others, unless they are in `AVERAGED`, the first
+#: process's are written.
+SUMMED = (
+  "throughput/generated",
+  "queue/pending",
+  "queue/complete",
+  "reward/failures",
+  "groups/failed",
+  "tools/failures",
+)
+#: The metrics of which the mean over the processes is written.
+AVERAGED = (
+  "time/generation",
+  "idle/generator",
+  "sampler/occupancy",
+  "selection/length_sampled",
+  "selection/reward_sampled",
 )
 
 
@@ -155,6 +176,18 @@ class StepMeter:
       "generator_idle": self._actor.idle_seconds,
       "generator_busy": self._actor.busy_seconds,
     }
+
+
+def combine(hosts: Hosts, metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the metrics of a step of all processes together; see `SUMMED` and `AVERAGED`."""
+  combined = dict(metrics)
+  if hosts.count > 1:
+    names = [name for name in (*SUMMED, *AVERAGED) if name in metrics]
+    own = np.array([float(metrics[name]) for name in names])
+    totals = np.sum([np.frombuffer(row) for row in hosts.gather(own.tobytes())], axis=0)
+    for name, total in zip(names, totals.tolist(), strict=True):
+      combined[name] = total if name in SUMMED else total / hosts.count
+  return combined
 
 
 def selection_metrics(batch: Sequence[Group], waiting: Sequence[Group]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from async_rl.runtime._evaluation import evaluate
 from async_rl.runtime._labeled_training import make_adam
 from async_rl.runtime._labeled_training import make_completion
 from async_rl.runtime._labeled_training import train_on_groups
+from async_rl.runtime._local_sampler import LocalSampler
 from async_rl.runtime._stages import Stage
 from async_rl.runtime._stages import StageInputs
 from async_rl.types import Completion
@@ -72,10 +73,10 @@ class SupervisedStage:
       return params
     learner = make_likelihood_learner(run.learner, self.learning_rate, self.sequences)
     solutions = sample_solutions(run, np.random.default_rng(run.seed))
-    reached = 0.0
+    sampler, reached = LocalSampler(run.sampler, run.learner), 0.0
     for step, state, metrics in train_on_groups(learner, params, solutions, self.sequences, self.steps, run.seed):
       if step % self.check_every == 0 or step == self.steps:
-        reached = _measure_accuracy(run, state.params)
+        reached = _measure_accuracy(run, sampler, state.params)
         loss = float(metrics["loss"])
         print(f"supervised step {step}: loss {loss:.3f}, accuracy of samples {reached:.2f}", flush=True)
         if self.accuracy is not None and reached >= self.accuracy:
@@ -95,11 +96,11 @@ def make_likelihood_learner(learner: learning.Learner, learning_rate: float, seq
   return learning.Learner(learner.policy, make_adam(learning_rate), objective, shape, learner.mesh, max_lag=0)
 
 
-def _measure_accuracy(run: StageInputs, params: models.Params) -> float:
+def _measure_accuracy(run: StageInputs, sampler: LocalSampler, params: models.Params) -> float:
   """Returns the mean reward of samples at the run's temperature."""
   prompts = run.held_out[:_CHECK_PROMPTS] or run.usable_prompts[:_CHECK_PROMPTS]
-  run.sampler.set_weights(params, 0)
-  metrics, _ = evaluate(run.sampler, run.encoder, prompts, run.rewards, run.samples)
+  sampler.set_weights(params, 0)
+  metrics, _ = evaluate(sampler.sampler, run.encoder, prompts, run.rewards, run.samples, hosts=run.hosts)
   return metrics["accuracy"]
 
 

@@ -1,5 +1,6 @@
 """Checkpoints restore equal, onto any mesh; whatever is wrong with one is said in one sentence."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_goes_on_as_if_uninterrupted_on_another_mesh(saved):
   target = abstract(make_state(mesh))
   checkpointer = Checkpointer(folder, keep=2, fingerprint=MODEL)
   assert checkpointer.latest_step == 2
-  restored, host = checkpointer.restore(target)
+  restored, (host,) = checkpointer.restore(target)
   assert host == {"seed": 1}
   assert_equal(restored, state)
   assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
@@ -116,7 +117,7 @@ def test_host_state_restores_equal(tmp_path, mesh):
   }
   checkpointer = Checkpointer(tmp_path, keep=1, fingerprint=MODEL)
   checkpointer.save(0, make_state(mesh), host)
-  _, restored = checkpointer.restore(abstract(make_state(mesh)))
+  _, (restored,) = checkpointer.restore(abstract(make_state(mesh)))
   checkpointer.close()
   assert_equal(restored, host)
   again = RolloutBuffer(groups_per_step=1, max_lag=2)
@@ -145,8 +146,8 @@ def test_keeps_the_newest_and_saves_a_step_once(tmp_path, mesh):
   checkpointer.save(3, state, {"step": "again"})
   checkpointer.wait()
   assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
-  assert checkpointer.restore(abstract(state))[1] == {"step": 3}
-  assert checkpointer.restore(abstract(state), step=2)[1] == {"step": 2}
+  assert checkpointer.restore(abstract(state))[1] == [{"step": 3}]
+  assert checkpointer.restore(abstract(state), step=2)[1] == [{"step": 2}]
   with pytest.raises(CheckpointError, match=r"has no checkpoint of step 1$"):
     checkpointer.restore(abstract(state), step=1)
   checkpointer.close()
@@ -182,10 +183,16 @@ def test_damaged_checkpoint_is_named(saved, mesh):
   checkpointer = Checkpointer(folder, keep=2, fingerprint=MODEL)
   with pytest.raises(DamagedCheckpointError, match=r"of step 2 cannot be read: .*; use another checkpoint"):
     checkpointer.restore(abstract(state))
-  shutil.copy(folder / "2/host/process_0.npz", folder / "2/host/process_1.npz")
-  with pytest.raises(CheckpointError, match="was made by 2 processes and this run has 1"):
-    checkpointer.restore(abstract(state))
   checkpointer.close()
+
+
+def test_a_checkpoint_of_more_processes_gives_the_host_trees_of_all(saved):
+  folder, state = saved
+  shutil.copy(folder / "2/host/process_0.npz", folder / "2/host/process_1.npz")
+  with contextlib.closing(Checkpointer(folder, keep=2, fingerprint=MODEL)) as checkpointer:
+    restored, hosts = checkpointer.restore(abstract(state))
+    assert_equal(restored.params, state.params)
+    assert hosts == [{"seed": 1}, {"seed": 1}]
 
 
 def test_reading_leaves_a_save_in_progress_alone(saved):
@@ -229,7 +236,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_set_aside(saved, part):
   checkpointer = Checkpointer(folder, keep=3, fingerprint=MODEL)
   with pytest.raises(DamagedCheckpointError, match="of step 4 cannot be read"):
     checkpointer.restore(abstract(state), step=4)
-  restored, host = checkpointer.restore(abstract(state))
+  restored, (host,) = checkpointer.restore(abstract(state))
   assert_equal(restored, state)
   assert host == {"seed": 1}
   assert checkpointer.restored_step == 2
@@ -240,7 +247,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_set_aside(saved, part):
   assert (folder.parent / "damaged" / "4").is_dir()
   checkpointer.save(4, state, {"seed": "again"})
   checkpointer.wait()
-  assert checkpointer.restore(abstract(state))[1] == {"seed": "again"}
+  assert checkpointer.restore(abstract(state))[1] == [{"seed": "again"}]
   assert checkpointer.skipped == {}
   checkpointer.close()
 

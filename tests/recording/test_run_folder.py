@@ -124,3 +124,11 @@ def test_a_run_to_be_replaced_is_kept_until_the_new_one_has_begun(tmp_path):
   with RunFolder.open(tmp_path, "new text", other, overwrite=True) as folder:
     folder.discard_replaced()
   assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.txt", "exported", "run.json"]
+
+
+def test_another_process_joins_the_folder_that_the_first_has_opened(tmp_path):
+  with pytest.raises(RunFolderError, match="process 1 does not see .*/run, which process 0 has opened: choose"):
+    RunFolder.join(tmp_path / "run", 1)
+  with RunFolder.open(tmp_path / "run", "text", RUN) as first, RunFolder.join(tmp_path / "run", 1) as second:
+    assert second.metrics == first.metrics
+    assert [folder.schedule.name for folder in (first, second)] == ["schedule.jsonl", "schedule_1.jsonl"]

@@ -66,6 +66,11 @@ def submit_all(buffer, version):
   return list(iter(lambda: buffer.try_submit(version), None))
 
 
+def submit_all_put(buffer, version):
+  for ticket in submit_all(buffer, version):
+    buffer.put(make_group(ticket, (version,)))
+
+
 def test_lag_zero_is_synchronous():
   buffer = RolloutBuffer(groups_per_step=3, max_lag=0, steps=2)
   assert submit_all(buffer, 0) == [0, 1, 2]
@@ -410,6 +415,67 @@ def test_state_restores_equal_and_gives_pending_tickets_out_again():
   other = RolloutBuffer(groups_per_step=2, max_lag=1)
   with pytest.raises(ValueError, match="max_lag=2, this run has max_lag=1"):
     other.restore(buffer.state(), PROMPTS)
+
+
+def test_waiting_takes_nothing():
+  buffer = RolloutBuffer(groups_per_step=2, max_lag=0, steps=1)
+  assert submit_all(buffer, 0) == [0, 1]
+  buffer.put(make_group(0))
+  with pytest.raises(TimeoutError, match="1 groups complete"):
+    buffer.wait(0, timeout=0)
+  buffer.put(make_group(1))
+  buffer.wait(0, timeout=0)
+  assert tickets(buffer.take(0, timeout=0)) == [0, 1]
+  with pytest.raises(EndOfData):
+    buffer.wait(1, timeout=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+  counts=st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=4),
+  max_lag=st.integers(0, 3),
+  limit=st.sampled_from([None, 40]),
+  seed=st.integers(0, 2**32 - 1),
+)
+def test_other_numbers_of_processes_deal_every_ticket_once_and_train_it(counts, max_lag, limit, seed):
+  """Runs of `counts` processes, each of which continues where the one before was stopped, unfinished groups and all."""
+  rng = np.random.default_rng(seed)
+  version, trained, states = 0, [], None
+  for count in counts:
+    buffers = [RolloutBuffer(6 // count, max_lag, limit=limit, first=i, stride=count) for i in range(count)]
+    if states is not None:
+      forgotten = [buffer.redeal(states) for buffer in buffers]
+      assert forgotten == [sum(len(s["complete"]["ticket"]) for s in states)] * count
+      assert [buffer.counts()["complete"] for buffer in buffers] == [0] * count
+    for _ in range(int(rng.integers(0, 4))):
+      for buffer in buffers:
+        for ticket in submit_all(buffer, version):
+          assert ticket % count == buffers.index(buffer)
+          if rng.random() < 0.1:
+            buffer.fail(ticket, "reward")
+            trained.append(ticket)
+          else:
+            buffer.put(make_group(ticket, (version,)))
+      try:
+        for buffer in buffers:
+          submit_all_put(buffer, version)
+          buffer.wait(version, timeout=0)
+      except EndOfData:
+        break
+      for buffer in buffers:
+        trained += tickets(buffer.take(version, timeout=0))
+      version += 1
+    states = [buffer.state() for buffer in buffers]
+    assert {s["taken"] for s in states} == {version}
+  assert len(trained) == len(set(trained))
+  unseen = set().union(*(set(s[n]["ticket"].tolist()) for s in states for n in ("pending", "complete")))
+  unseen = unseen.union(*(s["returned"].tolist() for s in states))
+  dealt = {t for i, s in enumerate(states) for t in range(i, s["next_ticket"], len(states))}
+  assert dealt <= unseen | set(trained) | set(range(limit or 0, max(dealt, default=0) + 1))
+  assert unseen.isdisjoint(trained)
+  other = RolloutBuffer(5, max_lag)
+  with pytest.raises(ValueError, match="groups=6, this run has groups=5"):
+    other.redeal(states)
 
 
 def test_misuse_is_refused():

@@ -22,7 +22,7 @@ def restore(folder, experiment):
   """The state and the host's part of the newest checkpoint in a folder."""
   learner = experiment.make_learner(experiment.make_meshes().learner)
   with contextlib.closing(experiment.make_checkpointer(folder)) as checkpoints:
-    state, host = checkpoints.restore(learner.abstract())
+    state, (host,) = checkpoints.restore(learner.abstract())
   return jax.device_get(state), host
 
 

@@ -51,9 +51,9 @@ checkpointer = Checkpointer(folder, keep=1, fingerprint={})
 checkpointer.save(3, state, {"process": process, "rows": np.arange(process)})
 checkpointer.wait()
 abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-restored, host = checkpointer.restore(abstract)
-assert host["process"] == process
-assert len(host["rows"]) == process
+restored, hosts = checkpointer.restore(abstract)
+assert [host["process"] for host in hosts] == [0, 1]
+assert [len(host["rows"]) for host in hosts] == [0, 1]
 for shard in restored.params["ends"]["embed"].addressable_shards:
   np.testing.assert_array_equal(shard.data, values["ends"]["embed"][shard.index])
 checkpointer.close()

@@ -1,0 +1,72 @@
+"""Groups of all processes of a run, which travel as the bytes of an archive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_rl import tasks
+from async_rl.recording._archive import from_archive
+from async_rl.recording._archive import to_archive
+from async_rl.rollout._completion_arrays import groups_from_arrays
+from async_rl.rollout._completion_arrays import groups_to_arrays
+from async_rl.rollout._conversations import ScoredGroup
+from async_rl.runtime._hosts import Hosts
+from async_rl.types import Group
+from async_rl.types import Prompt
+
+
+def gather_groups(hosts: Hosts, own: list[Group], prompts: Sequence[Prompt] | Mapping[int, Prompt]) -> list[Group]:
+  """Returns the groups of all processes, ordered by ticket.
+
+  Args:
+    hosts: the processes.
+    own: the groups of this process, ordered by ticket.
+    prompts: the prompts by id.
+  """
+  if hosts.count == 1:
+    return own
+  archives = hosts.gather(to_archive(groups_to_arrays(own)))
+  groups = [group for archive in archives for group in groups_from_arrays(from_archive(archive), prompts)]
+  return sorted(groups, key=_ticket)
+
+
+def gather_scored(
+  hosts: Hosts, own: list[ScoredGroup], proxies: list[float], prompts: Sequence[Prompt]
+) -> tuple[list[ScoredGroup], list[float]]:
+  """Returns the scored groups of all processes, ordered by ticket, and the values of their samples, likewise.
+
+  Args:
+    hosts: the processes.
+    own: the groups of this process, ordered by ticket.
+    proxies: one more value of each sample, or none at all.
+    prompts: the prompts of the groups.
+  """
+  if hosts.count == 1:
+    return own, proxies
+  by_id = {prompt.id: prompt for prompt in prompts}
+  values = [[result.value for result in group.results] for group in own]
+  groups = [
+    Group(g.request, g.completions, np.array(v), tuple(k for k, r in enumerate(g.results) if r.failed))
+    for g, v in zip(own, values, strict=True)
+  ]
+  tree = {"groups": groups_to_arrays(groups), "values": values, "proxies": np.reshape(proxies, (len(own), -1)).tolist()}
+  scored = []
+  for archive in map(from_archive, hosts.gather(to_archive(tree))):
+    for group, of_group, proxy in zip(
+      groups_from_arrays(archive["groups"], by_id), archive["values"], archive["proxies"], strict=True
+    ):
+      results = [tasks.RewardResult(value, k in group.failed, "") for k, value in enumerate(of_group)]
+      scored.append((ScoredGroup(group.request, group.completions, tuple(results)), proxy))
+  scored.sort(key=_ticket_of_scored)
+  return [group for group, _ in scored], [value for _, of_group in scored for value in of_group]
+
+
+def _ticket(group: Group) -> int:
+  return group.request.ticket
+
+
+def _ticket_of_scored(item: tuple[ScoredGroup, list[float]]) -> int:
+  return item[0].request.ticket

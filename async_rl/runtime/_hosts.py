@@ -1,0 +1,141 @@
+"""The processes of a run on several hosts: what they decide together, and what they tell one another.
+
+Every process runs the same program and takes part in every program that spans the processes; only its main thread may
+launch those, because all processes must launch them in the same order. `Hosts` is the one process of an ordinary run,
+and costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from async_rl.rollout._buffer import EndOfData
+from async_rl.runtime._signals import StopRequested
+from async_rl.runtime._signals import StopSignal
+from async_rl.runtime._watch import Watch
+
+Result = TypeVar("Result")
+
+#: How the work of a process ended, in order of precedence.
+_DONE, _END_OF_DATA, _FAILED = range(3)
+
+
+class Hosts:
+  """The processes of a run: this one alone.
+
+  Attributes:
+    index: the number of this process.
+    count: N, the number of processes.
+    stop: the signals that ask this process to end.
+  """
+
+  index = 0
+  count = 1
+
+  def __init__(self) -> None:
+    self.stop = StopSignal()
+
+  @property
+  def first(self) -> bool:
+    """Returns whether this process writes what the processes share."""
+    return self.index == 0
+
+  def agree(self, work: Callable[[], Result]) -> Result:
+    """Does work that spans no other process, and ends it in all processes alike.
+
+    Args:
+      work: the work of this process; it may be done in vain.
+
+    Returns:
+      What `work` returned, once all processes have done theirs.
+
+    Raises:
+      StopRequested: in all processes, if a signal asked one of them to end.
+      EndOfData: in all processes, if the data of one ended.
+      HostError: if the work of another process failed.
+      Exception: what `work` raised.
+    """
+    return work()
+
+  def gather(self, data: bytes) -> list[bytes]:
+    """Returns the data of all processes, in their order."""
+    return [data]
+
+  def barrier(self) -> None:
+    """Waits for all processes."""
+    self.gather(b"")
+
+
+class JoinedHosts(Hosts):
+  """Several processes of one JAX job.
+
+  They exchange over one CPU device of each, whatever accelerators they have: the main thread can pack a batch while the
+  learner's devices compute, and no topology has to accept the set of devices.
+
+  Args:
+    stop: the signals that ask this process to end.
+    watch: the watch over the others.
+  """
+
+  def __init__(self, stop: StopSignal, watch: Watch):
+    self.stop = stop
+    self.index = jax.process_index()
+    self.count = jax.process_count()
+    self._watch = watch
+    devices = {device.process_index: device for device in reversed(jax.devices("cpu"))}
+    self._device = devices[self.index]
+    mesh = Mesh(np.array([devices[i] for i in range(self.count)]), ("hosts",), axis_types=(AxisType.Auto,))
+    self._rows = NamedSharding(mesh, PartitionSpec("hosts"))
+    self._all_gather = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    self.barrier()  # connects the processes, which must not take long; later exchanges may wait for the slowest
+
+  def agree(self, work: Callable[[], Result]) -> Result:
+    ending = _DONE
+    error: Exception | None = None
+    try:
+      result = work()
+    except StopRequested:
+      pass  # all learn of the signal below
+    except EndOfData as end:
+      ending, error = _END_OF_DATA, end
+    except Exception as failure:
+      self._watch.announce(failure)
+      ending, error = _FAILED, failure
+    endings, signals = self._exchange(np.array([ending, self.stop.number], np.int32)).T
+    if ending == _FAILED and error is not None:
+      raise error
+    if _FAILED in endings:
+      raise self._watch.wait_for_failure()
+    if signals.any():
+      self.stop.request(int(signals.max()))
+      raise StopRequested
+    if _END_OF_DATA in endings:
+      raise error or EndOfData("the data of another process ended")
+    return result
+
+  def gather(self, data: bytes) -> list[bytes]:
+    sizes = self._exchange(np.array([len(data)], np.int32))[:, 0]
+    padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)  # few lengths: each is compiled once
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = self._exchange(padded) if sizes.any() else np.zeros((self.count, 0), np.uint8)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+  def _exchange(self, row: np.ndarray) -> np.ndarray:
+    """Returns the rows of all processes, [N, ...]."""
+    assert threading.current_thread() is threading.main_thread()
+    shape = (self.count, *row.shape)
+    placed = jax.device_put(row[None], self._device)
+    return np.asarray(self._all_gather(jax.make_array_from_single_device_arrays(shape, self._rows, [placed])))
+
+
+def _identity(x: jax.Array) -> jax.Array:
+  return x

@@ -1,0 +1,169 @@
+"""One process of several that make one run: `python hosts_program.py SCENARIO PROCESS COUNT PORT FOLDER`.
+
+`runs` joins the other processes and makes one run after another. `signal` is the command line of training, in which
+process 1 is asked to end by SIGTERM; `kill` is the same command again, in which process 1 is killed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import runtime_helpers
+from jax._src import compiler
+from tiny import tiny
+
+from async_rl import runtime
+from async_rl.runtime import _session
+from async_rl.runtime import _watch
+from experiments import train
+
+HERE = pathlib.Path(__file__).parent
+STEPS = 4
+#: The runs of the scenario `runs`, by name.
+RUNS = {
+  "whole": dict(mode="simulated", eval_prompts=5, checkpoint_every=1),
+  "killed": dict(mode="simulated", eval_prompts=5, checkpoint_every=1),
+  "async": dict(mode="async", decode_chunk=2, max_lag=1),
+  "replay": dict(mode="simulated", decode_chunk=2, max_lag=1),
+  "colocated": dict(mode="async", decode_chunk=2, max_lag=1, generation_devices=0),
+  "stages": dict(mode="sync", fsdp=2, reference=True, eval_prompts=5, eval_temperature=None, steps=2),
+}
+
+
+def start(scenario, folder, count=2, devices=2):
+  """Starts the processes of a scenario."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = str(free.getsockname()[1])
+  environment = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), str(HERE)]),
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    "JAX_COMPILATION_CACHE_DIR": str(HERE.parents[1] / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  }
+  command = [sys.executable, str(HERE / "hosts_program.py"), scenario]
+  return [
+    subprocess.Popen(
+      [*command, str(i), str(count), port, str(folder)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    for i in range(count)
+  ]
+
+
+def finish(processes, timeout=300):
+  """Returns the exit statuses and what was written to standard error."""
+  try:
+    errors = [process.communicate(timeout=timeout)[1] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  return [process.returncode for process in processes], errors
+
+
+def cache_from_every_process():
+  """Lets every process write the programs that it compiles to disk, where JAX lets the first one alone."""
+  state, write = compiler.distributed.global_state, compiler._cache_write
+
+  def write_as_first(*args):
+    process, state.process_id = state.process_id, 0
+    try:
+      write(*args)
+    finally:
+      state.process_id = process
+
+  compiler._cache_write = write_as_first
+
+
+def local_checksum(params):
+  """Returns a digest of this process's copy of the parameters; of its shards where they are split over processes."""
+  digest = hashlib.sha256()
+  for leaf in jax.tree.leaves(params):
+    copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
+    assert len(copies) == 1 or not leaf.is_fully_replicated
+    for copy in sorted(copies):
+      digest.update(copy)
+  return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def observed(steps):
+  """Notes what this process sees of every step in here."""
+  learn = _session.Session.step
+
+  def step(self, groups):
+    versions = np.concatenate([c.versions[c.mask] for g in groups for c in g.completions])
+    seen = {"lag": self.version - int(versions.min()), "tickets": [g.request.ticket for g in groups]}
+    learn(self, groups)
+    steps.append({"version": self.version, "checksum": local_checksum(self.state.params), **seen})
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(_session.Session, "step", step)
+    yield
+
+
+def make_runs(devices, folder):
+  """Makes the runs and writes what this process saw of them."""
+  results = {}
+  with runtime.join_hosts(devices) as hosts:
+    for name, options in RUNS.items():
+      steps = results[name] = []
+      if name == "replay":
+        options = options | {"lag": str(folder / "async" / "schedule.jsonl")}
+      start = runtime.SupervisedStage(steps=2, learning_rate=1e-3, check_every=1) if name == "stages" else None
+      experiment = tiny(run_dir=str(folder / name), **{"steps": STEPS, **options}, start=start)
+      with observed(steps):
+        if name == "killed":
+          with runtime_helpers.killed_at(2):
+            runtime.train(experiment, hosts)
+        runtime.train(experiment, hosts)
+    try:
+      runtime.train(tiny(run_dir=str(folder / "refused"), max_lag=2 + hosts.index, groups=4 * (1 + hosts.index)), hosts)
+    except runtime.HostError as error:
+      results["refused"] = [str(error), error.status]
+  (folder / f"results_{devices.process_id}.json").write_text(json.dumps(results))
+
+
+def signal_in_step(process, number, version):
+  """Makes a process send itself a signal when it begins the step from this version."""
+  learn = _session.Session.step
+
+  def step(self, groups):
+    if self.hosts.index == process and self.version == version:
+      os.kill(os.getpid(), number)
+    learn(self, groups)
+
+  _session.Session.step = step
+
+
+def main(scenario, process, count, port, folder):
+  given = {"coordinator": f"localhost:{port}", "process_id": int(process), "num_processes": int(count)}
+  folder = pathlib.Path(folder)
+  cache_from_every_process()
+  if scenario == "runs":
+    return make_runs(runtime.Devices(**given), folder)
+  _watch.LOST_SECONDS = 6.0
+  options = dict(run_dir=folder / "command", steps=8, mode="async", decode_chunk=2, checkpoint_every=1, **given)
+  if scenario == "signal":
+    signal_in_step(1, signal.SIGTERM, 2)
+  else:
+    signal_in_step(1, signal.SIGKILL, 5)
+  config = str(HERE.parent / "tiny.py")
+  words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+  runtime.leave(train.main([config, *words]))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

@@ -1,0 +1,190 @@
+"""A run of two processes as one JAX job: every process samples and learns on its own devices."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hosts_program import RUNS
+from hosts_program import STEPS
+from hosts_program import finish
+from hosts_program import start
+from tiny import tiny
+
+from async_rl import recording
+from async_rl import rollout
+from async_rl import runtime
+from async_rl.runtime import _join
+from async_rl.runtime import _step_log
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp("hosts")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+  """What each of the two processes saw, by run."""
+  statuses, errors = finish(start("runs", folder))
+  assert statuses == [0, 0], errors
+  return [json.loads((folder / f"results_{i}.json").read_text()) for i in range(2)]
+
+
+def metrics(folder, name):
+  return list(recording.read_metrics(folder / name / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_processes_train_the_same_groups_and_no_token_is_older_than_the_bound(results, name):
+  first, second = (result[name] for result in results)
+  options = RUNS[name]
+  bound = 0 if options["mode"] == "sync" else options.get("max_lag", 2)
+  assert [step["version"] for step in first] == list(range(1, options.get("steps", STEPS) + 1))
+  assert [step["tickets"] for step in first] == [step["tickets"] for step in second]
+  assert max(step["lag"] for step in (*first, *second)) <= bound
+  for step in first:
+    assert [sum(ticket % 2 == i for ticket in step["tickets"]) for i in range(2)] == [2, 2]
+  trained = [ticket for step in first for ticket in step["tickets"]]
+  assert len(trained) == len(set(trained))
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "fsdp" not in RUNS[name]])
+def test_after_every_step_all_processes_have_the_same_parameters(results, name):
+  first, second = ([step["checksum"] for step in result[name]] for result in results)
+  assert first == second
+  assert len(set(first)) == len(first)
+
+
+@pytest.mark.parametrize(("name", "other"), [("killed", "whole"), ("replay", "async")])
+def test_a_simulated_run_is_the_same_bit_for_bit(results, folder, name, other):
+  """Again, killed and resumed; and as the replay of an asynchronous run."""
+  assert results[1][name] == results[1][other]
+  steps = [[r for r in metrics(folder, run) if "loss" in r] for run in (name, other)]
+  for row, expected in zip(*steps, strict=True):
+    assert row["loss"] == expected["loss"]
+    assert row["grad/norm"] == expected["grad/norm"]
+
+
+def test_the_run_is_that_of_one_process_up_to_rounding(results, folder, tmp_path):
+  summary = runtime.train(tiny(run_dir=str(tmp_path / "one"), steps=STEPS, **RUNS["whole"]))
+  names = {"step", "loss", "grad/norm", "reward/mean", "tokens/trained", "staleness/max"}
+  names |= {"eval/accuracy", "eval/interval", "eval/length", "groups/failed", "queue/complete"}
+  compared = set()
+  for row, expected in zip(metrics(folder, "whole"), recording.read_metrics(summary.folder.metrics), strict=True):
+    for name in names & set(expected):
+      compared.add(name)
+      np.testing.assert_allclose(row[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+  assert compared == names
+
+
+def test_the_first_process_alone_writes_what_all_share(results, folder):
+  assert [row["step"] for row in metrics(folder, "async")] == [1, 2, 3, 4]
+  config = json.loads((folder / "async" / "config.txt").read_text())
+  assert config["max_lag"] == 1
+  assert "process_id" not in config
+  assert (folder / "async" / "report.png").exists()
+  schedules = [rollout.read_schedule(folder / "async" / name) for name in ("schedule.jsonl", "schedule_1.jsonl")]
+  assert [{event[1] % 2 for event in events if event[0] == "submit"} for events in schedules] == [{0}, {1}]
+
+
+def test_processes_with_other_options_are_refused_by_name(results, folder):
+  for result in results:
+    message, status = result["refused"]
+    assert message.startswith("process 1 was not started like process 0 (")
+    assert "max_lag: 2 -> 3" in message
+    assert "groups: 4 -> 8" in message
+    assert status == 2
+  assert not (folder / "refused").exists()
+
+
+@pytest.fixture(scope="module")
+def stopped(folder):
+  """Statuses and errors of two processes, of which the second got SIGTERM in its third step."""
+  return finish(start("signal", folder))
+
+
+@pytest.fixture(scope="module")
+def lost(stopped, folder):
+  """Those of the same command again, when the second process was killed in its sixth step."""
+  return finish(start("kill", folder))
+
+
+def test_a_signal_to_one_process_saves_the_same_step_in_all(stopped):
+  statuses, errors = stopped
+  assert statuses == [143, 143], errors
+  for error in errors:
+    assert "stopped by SIGTERM after step 3; rerun the same command to resume" in error
+
+
+def test_the_loss_of_one_process_ends_the_others_with_the_cause(lost):
+  statuses, errors = lost
+  assert statuses == [134, -9], errors
+  assert "resumed at step 3" in errors[0]
+  assert re.search(r"error: process 1 on \S+ was lost, silent for \d+ s; rerun the same command in all", errors[0])
+
+
+def test_one_process_goes_on_where_two_were(lost, folder, capfd):
+  summary = runtime.train(tiny(run_dir=str(folder / "command"), mode="async", decode_chunk=2, steps=8))
+  resumed = re.search(
+    r"resumed at step (\d) by 1 processes, saved by 2: unfinished groups, and \d+ complete ones that waited to be "
+    "trained, are sampled again",
+    capfd.readouterr().err,
+  )
+  step = int(resumed[1])
+  assert step in (4, 5)  # the checkpoint of step 5 may have been in progress
+  assert [row["step"] for row in metrics(folder, "command")] == list(range(1, 9))
+  trained = [event[2] for event in rollout.read_schedule(summary.folder.schedule) if event[0] == "train"]
+  assert [len(tickets) for tickets in trained] == [4] * (8 - step)
+
+
+def test_a_process_alone_costs_nothing_and_ends_as_its_work_does():
+  hosts = runtime.Hosts()
+  assert (hosts.index, hosts.count, hosts.first) == (0, 1, True)
+  assert hosts.agree(lambda: "done") == "done"
+  assert hosts.gather(b"bytes") == [b"bytes"]
+  with pytest.raises(rollout.EndOfData):
+    hosts.agree(_end_of_data)
+  with runtime.join_hosts(runtime.Devices(coordinator="localhost:1", process_id=0, num_processes=1)) as joined:
+    assert joined.count == 1
+
+
+def _end_of_data():
+  raise rollout.EndOfData
+
+
+def test_the_processes_are_found_in_the_environment(monkeypatch):
+  assert _join._find_environment() == ("", 1)
+  for name, value in dict(JOB_ID="7", STEP_NODELIST="n[1-4]", NTASKS="4", PROCID="2", LOCALID="0").items():
+    monkeypatch.setenv(f"SLURM_{name}", value)
+  assert _join._find_environment() == ("slurm", 4)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(num_processes=2), "must be given together, got coordinator=None, process_id=None, num_processes=2"),
+    (dict(coordinator="host", process_id=0, num_processes=2), r"must be host:port, got coordinator='host'"),
+    (dict(coordinator="host:1", process_id=2, num_processes=2), r"\*process_id\* must be an integer .* below 2"),
+  ],
+)
+def test_options_that_name_no_process_are_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    runtime.Devices(**options)
+
+
+def test_groups_that_the_processes_cannot_share_are_refused(tmp_path):
+  hosts = runtime.Hosts()
+  hosts.count = 3
+  experiment = tiny(run_dir=str(tmp_path))
+  with pytest.raises(ValueError, match=r"\*groups\* must be a multiple of the number of processes, got groups=4 on 3"):
+    runtime.Session(experiment, None, None, hosts)
+
+
+def test_tokens_that_the_loss_rejected_are_dealt_to_the_processes_without_loss():
+  parts = np.array([5, 0, 11, 3])
+  for total in range(20):
+    shares = [_step_log._share(total, parts, i) for i in range(4)]
+    assert sum(shares) == total
+    assert all(0 <= share <= part for share, part in zip(shares, parts))
+  assert _step_log._share(0, np.zeros(2, int), 1) == 0

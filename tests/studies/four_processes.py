@@ -1,0 +1,40 @@
+"""Four processes of two CPU devices make the runs of tests/runtime/test_hosts.py.
+
+Command: python tests/studies/four_processes.py    # minutes on four cores
+
+All processes must end with the same parameters after every step.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+
+TESTS = pathlib.Path(__file__).parents[1]
+sys.path += [str(TESTS.parent), str(TESTS), str(TESTS / "runtime")]
+
+from hosts_program import RUNS  # noqa: E402, after the path is set
+from hosts_program import finish  # noqa: E402
+from hosts_program import start  # noqa: E402
+
+COUNT = 4
+
+
+def main():
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    statuses, errors = finish(start("runs", folder, COUNT, devices=2), timeout=1800)
+    assert statuses == [0] * COUNT, errors
+    results = [json.loads((folder / f"results_{i}.json").read_text()) for i in range(COUNT)]
+  for run, options in RUNS.items():
+    for steps in zip(*(result[run] for result in results), strict=True):
+      assert len({tuple(step["tickets"]) for step in steps}) == 1, run
+      assert sorted(ticket % COUNT for ticket in steps[0]["tickets"]) == list(range(COUNT)), run
+      assert "fsdp" in options or len({step["checksum"] for step in steps}) == 1, run
+    print(f"{run}: {len(results[0][run])} steps, the same in {COUNT} processes")
+  assert [result["killed"] for result in results] == [result["whole"] for result in results]
+  assert [result["replay"] for result in results] == [result["async"] for result in results]
+
+
+if __name__ == "__main__":
+  main()
