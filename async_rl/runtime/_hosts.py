@@ -91,12 +91,15 @@ class JoinedHosts(Hosts):
     self.index = jax.process_index()
     self.count = jax.process_count()
     self._watch = watch
+    self._device = jax.local_devices(backend="cpu")[0]
     devices = {device.process_index: device for device in reversed(jax.devices("cpu"))}
-    self._device = devices[self.index]
-    mesh = Mesh(np.array([devices[i] for i in range(self.count)]), ("hosts",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array([devices[i] for i in sorted(devices)]), ("hosts",), axis_types=(AxisType.Auto,))
     self._rows = NamedSharding(mesh, PartitionSpec("hosts"))
     self._all_gather = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    self.barrier()  # connects the processes, which must not take long; later exchanges may wait for the slowest
+    # Accelerators may number the processes otherwise than CPUs do. This first exchange also connects the processes,
+    # which must not take long; later ones may wait for the slowest.
+    self._order = np.arange(self.count)
+    self._order = np.argsort(self._exchange(np.array([self.index], np.int32))[:, 0])
 
   def agree(self, work: Callable[[], Result]) -> Result:
     ending = _DONE
@@ -134,7 +137,8 @@ class JoinedHosts(Hosts):
     assert threading.current_thread() is threading.main_thread()
     shape = (self.count, *row.shape)
     placed = jax.device_put(row[None], self._device)
-    return np.asarray(self._all_gather(jax.make_array_from_single_device_arrays(shape, self._rows, [placed])))
+    rows = self._all_gather(jax.make_array_from_single_device_arrays(shape, self._rows, [placed]))
+    return np.asarray(rows)[self._order]
 
 
 def _identity(x: jax.Array) -> jax.Array:

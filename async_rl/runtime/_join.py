@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -142,6 +143,7 @@ def _find_environment() -> tuple[str, int]:
   return "", 1
 
 
+@functools.cache
 def _source_hash() -> str:
   """Returns a digest of the package's source files."""
   folder = pathlib.Path(async_rl.__file__).parent

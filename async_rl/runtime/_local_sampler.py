@@ -1,12 +1,16 @@
-"""A sampler of this process with weights of the learner, whose devices may be of several processes."""
+"""Weights of the learner, whose devices may be of several processes, on devices of this one."""
 
 from __future__ import annotations
 
 import functools
 
+import jax
+from jax.sharding import Mesh
+
 from async_rl import learning
 from async_rl import models
 from async_rl import sampling
+from async_rl.rollout._mesh import replicated
 from async_rl.rollout._weight_store import WeightStore
 
 
@@ -37,3 +41,22 @@ class LocalSampler:
   @functools.cached_property
   def _store(self) -> WeightStore:
     return WeightStore(self._learner.policy, self.sampler.weight_shardings, self._learner.mesh)
+
+
+def copy_to_one_device(params: models.Params, mesh: Mesh) -> models.Params:
+  """Returns parameters whole on a device of this process; all processes must call it together.
+
+  Args:
+    params: the parameters, on the learner mesh.
+    mesh: the learner mesh, of which every device holds them whole for a moment.
+  """
+  whole = jax.jit(_identity, out_shardings=replicated(mesh))(params)
+  return jax.tree.map(_first_shard, whole)
+
+
+def _identity(params: models.Params) -> models.Params:
+  return params
+
+
+def _first_shard(x: jax.Array) -> jax.Array:
+  return x.addressable_data(0)

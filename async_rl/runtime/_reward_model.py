@@ -20,6 +20,7 @@ from async_rl.rollout._scorer import encode_text
 from async_rl.runtime._labeled_training import make_adam
 from async_rl.runtime._labeled_training import make_completion
 from async_rl.runtime._labeled_training import train_on_groups
+from async_rl.runtime._local_sampler import copy_to_one_device
 from async_rl.runtime._stages import Stage
 from async_rl.runtime._stages import StageInputs
 from async_rl.types import STOP
@@ -76,7 +77,8 @@ class RewardModelStage:
         print(f"reward model step {step}: held-out accuracy {accuracy:.3f}", flush=True)
     with make_scorer(run, state.params) as scorer:
       values = np.array(pair_values(scorer, train[: self.check_pairs]))
-    return _normalize(state.params, values)
+    shared = np.frombuffer(run.hosts.gather(values.tobytes())[0])  # the same bits in every process
+    return _normalize(state.params, shared.reshape(values.shape))
 
   def _first(self, run: StageInputs) -> models.Params | None:
     """Returns the first parameters: the policy's, adapters merged, with a new head."""
@@ -105,6 +107,8 @@ def make_scorer(run: StageInputs, params: models.Params, **options) -> RewardMod
   limits = TextLimits(run.encoder.max_prompt_tokens, run.learner.shape.completion_tokens)
   model = models.RewardModel.of(dataclasses.replace(run.learner.policy, mesh=None))
   device = run.meshes.generation.devices.flat[0]
+  if run.learner.mesh.is_multi_process:
+    params = copy_to_one_device(params, run.learner.mesh)
   return RewardModelScorer(model, params, run.encoder.tokenizer, limits, device=device, **options)
 
 

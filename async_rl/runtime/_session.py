@@ -362,6 +362,7 @@ class Session:
     self.stop.activity = f"saving step {self.version}"
     self.save()
     self._checkpoints.wait()
+    self.hosts.barrier()
     seconds = time.monotonic() - self.stop.requested_at
     raise self.stop.interrupted(f"after step {self.version}, saved {seconds:.1f} s after the signal")
 

@@ -63,13 +63,14 @@ def start(scenario, folder, count=2, devices=2):
   ]
 
 
-def finish(processes, timeout=300):
+def finish(processes, timeout=900):
   """Returns the exit statuses and what was written to standard error."""
   try:
     errors = [process.communicate(timeout=timeout)[1] for process in processes]
   finally:
     for process in processes:
       process.kill()
+      process.communicate()
   return [process.returncode for process in processes], errors
 
 

@@ -175,7 +175,7 @@ def restore(folder, mode):
   experiment = make_experiment(folder, mode)
   learner = experiment.make_learner(experiment.make_meshes().learner)
   with contextlib.closing(experiment.make_checkpointer(folder / "checkpoints", read_only=True)) as checkpoints:
-    state, host = checkpoints.restore(learner.abstract())
+    state, (host,) = checkpoints.restore(learner.abstract())
   return jax.device_get(state), host
 
 
