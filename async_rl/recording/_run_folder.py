@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import socket
@@ -36,6 +37,8 @@ _ENTRIES = frozenset(
     "wandb_id.txt",
   }
 )
+#: The schedules of the processes beside the first one.
+_OTHER_SCHEDULE = re.compile(r"schedule_\d+\.jsonl")
 
 
 class RunFolderError(RuntimeError):
@@ -247,7 +250,7 @@ def _check_no_foreign_files(path: pathlib.Path) -> None:
 
 def _entries_of_run(path: pathlib.Path) -> list[pathlib.Path]:
   """Returns what a run has written, apart from the lock, which other processes must keep meeting."""
-  return [entry for entry in path.iterdir() if entry.name in _ENTRIES]
+  return [entry for entry in path.iterdir() if entry.name in _ENTRIES or _OTHER_SCHEDULE.fullmatch(entry.name)]
 
 
 def _set_aside(path: pathlib.Path) -> None:

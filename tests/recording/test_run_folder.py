@@ -132,3 +132,6 @@ def test_another_process_joins_the_folder_that_the_first_has_opened(tmp_path):
   with RunFolder.open(tmp_path / "run", "text", RUN) as first, RunFolder.join(tmp_path / "run", 1) as second:
     assert second.metrics == first.metrics
     assert [folder.schedule.name for folder in (first, second)] == ["schedule.jsonl", "schedule_1.jsonl"]
+    second.schedule.touch()
+  RunFolder.open(tmp_path / "run", "text", RUN, overwrite=True).close()
+  assert not second.schedule.exists()
