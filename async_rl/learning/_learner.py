@@ -14,6 +14,7 @@ from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
 from async_rl.learning._batch import BatchShape
+from async_rl.learning._copied_score import CopiedScore
 from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
@@ -75,6 +76,8 @@ class Learner(PlacedModel):
     super().__init__(policy, optimizer, shape, mesh)
     self.objective = objective
     self._score = functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
+    trained = models.split_trainable(self.state_shardings.params)[0]
+    self._copied_score = CopiedScore(self.policy, trained, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
     self._lag_edges = tuple(edge for edge in LAG_EDGES if max_lag is None or edge <= max_lag)
     self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, self._replicated))
@@ -175,10 +178,11 @@ class Learner(PlacedModel):
   def _accumulate(self, params: Any, batch: Batch, advantages: Array, options: dict[str, Array]):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
     trainable, frozen = models.split_trainable(params)
+    copies = self._copied_score.copy(trainable)
 
-    def numerator_of(trainable, m):
+    def numerator_of(copies, m):
       rows, mask = micro_batch(batch, m)
-      stats = self._score({**frozen, **trainable}, *rows)
+      stats = self._copied_score(copies, frozen, rows)
       logprobs, entropy = (to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
       logprobs = jnp.where(mask, logprobs, 0.0)
       out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
@@ -187,19 +191,20 @@ class Learner(PlacedModel):
 
     def body(m, carry):
       grads, total, loss, collected = carry
-      (numerator, (denominator, mask, new)), g = jax.value_and_grad(numerator_of, has_aux=True)(trainable, m)
+      (numerator, (denominator, mask, new)), g = jax.value_and_grad(numerator_of, has_aux=True)(copies, m)
       grads = jax.tree.map(jnp.add, grads, g)
       collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
       return grads, total + denominator, loss + numerator, collected
 
     zeros, false = jnp.zeros(batch.mask.shape, jnp.float32), jnp.zeros(batch.mask.shape, bool)
     start = (
-      jax.tree.map(jnp.zeros_like, trainable),
+      jax.tree.map(jnp.zeros_like, copies),
       jnp.float32(0),
       jnp.float32(0),
       Collected(zeros, zeros, false, false),
     )
-    return jax.lax.fori_loop(0, batch.used, body, start)
+    grads, *rest = jax.lax.fori_loop(0, batch.used, body, start)
+    return self._copied_score.total(grads), *rest
 
   def _score_all(self, params: Any, batch: Batch) -> models.TokenStats:
     """`TokenStats` of the whole batch in the loss plane, without gradient."""

@@ -263,6 +263,11 @@ class Policy:
     kernel = self.unembedding(params).astype(self.dtype)
     return finish_logits(jnp.dot(hidden, kernel, preferred_element_type=jnp.float32), self.config)
 
+  @property
+  def attention_backend(self) -> str:
+    """Returns the backend of whole-row attention on the policy's devices; what it cannot compute is left to "xla"."""
+    return _attention.resolve_backend(self.attention, self._device, self.config.head_dim)
+
   # The rest is private.
 
   @property
@@ -307,7 +312,7 @@ class Policy:
         window=self.config.sliding_window,
         local=local,
         softcap=self.config.attention_softcap,
-        backend=_attention.resolve_backend(self.attention, self._device, self.config.head_dim),
+        backend=self.attention_backend,
         mesh=self.mesh,
       )  # fmt: skip
       out = checkpoint_name(out, "attention")

@@ -1,49 +1,95 @@
 """What can be said of TPUs without one: programs compile for them. Runs where `libtpu` is installed."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 import pytest
+from collectives import read_collectives
 from jax.experimental import topologies
-from jax.sharding import AxisType
-from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+from learning_helpers import make_groups
+from learning_helpers import make_learner
+from learning_helpers import shape_of
 from studies import tpu_splits
 
+from async_rl import learning
 from async_rl import models
+from async_rl import rollout
+from async_rl import sampling
 
 pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
 
 
 @pytest.fixture
-def no_compilation_cache():
-  """Programs for absent devices can be written to the cache but not read back."""
+def chips(monkeypatch):
+  """Returns the chips of a topology; the compilation cache is off, since programs for them cannot be read back."""
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine's metadata server to ask
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles, so that others may do so, too
   jax.config.update("jax_enable_compilation_cache", False)
-  yield
+  yield lambda name, **options: topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
   jax.config.update("jax_enable_compilation_cache", True)
 
 
-@pytest.mark.usefixtures("no_compilation_cache")
-def test_a_sharded_policy_compiles_for_tpus(monkeypatch):
-  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine's metadata server to ask
-  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles, so that others may do so, too
-  topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-  axes = {"axis_names": ("data", "fsdp", "tensor"), "axis_types": (AxisType.Auto,) * 3}
-  mesh = Mesh(np.array(topology.devices).reshape(1, 2, 2), **axes)
+def test_a_sharded_policy_compiles_for_tpus(chips):
+  mesh = rollout.make_mesh(chips("v5e:2x2"), fsdp=2, tensor=2)
   config = models.ModelConfig(
     vocab_size=256, d_model=128, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=64, d_ff=128,
     sliding_window=100, global_every=2,
   )  # fmt: skip
   policy = models.Policy(config, mesh=mesh, remat="attention")
   shardings = models.param_shardings(policy.abstract(), mesh)
-  abstract = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  params = jax.tree.map(abstract, policy.abstract(), shardings)
+  params = models.with_shardings(policy.abstract(), shardings)
   rows = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(models.ROWS)))
   loss = lambda p, *x: jnp.mean(models.score(policy, p, *x).logprobs)
   program = jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, rows, rows, rows).compile().as_text()
   # Forward, dq and dkv for each kind of layer, and no forward again: remat="attention" kept what it gave.
   assert program.count('custom_call_target="tpu_custom_call"') == 6
+
+
+BIG_TABLE = models.ModelConfig(
+  vocab_size=65_536, d_model=256, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, d_ff=128,
+)  # fmt: skip
+TABLE_BYTES = 2 * BIG_TABLE.vocab_size * BIG_TABLE.d_model
+
+
+@pytest.mark.parametrize("lora", [None, models.LoRA(rank=4)], ids=["weights", "adapters"])
+def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(chips, lora):
+  """Nothing that is whole is summed, and nothing of a table is gathered in the loop of micro-batches."""
+  mesh = rollout.make_mesh(chips("v5e:2x2"), fsdp=2)
+  policy = models.Policy(BIG_TABLE, attention="xla", lora=lora)
+  learner = make_learner(shape_of(rows=4, row_tokens=32), mesh, optax.sgd(0.1), policy, head_chunk=32)
+  batch = models.with_shardings(learning.pack(make_groups(), learner.shape), learner.batch_shardings)
+  found = read_collectives(learner._step.lower(learner.abstract(), batch, None).compile().as_text())
+  loss_plane = 4 * learner.shape.sequences * 128  # completions are padded to whole tiles
+  assert max(x.nbytes for x in found if x.loops and x.joins(0, 2)) <= 2 * loss_plane
+  trained = jax.tree.leaves(models.split_trainable(learner.abstract().params)[0])
+  parts = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in trained)
+  once = [x for x in found if not x.loops and x.joins(0, 2) and not x.joins(0, 1)]
+  assert parts <= sum(x.nbytes for x in once if x.kind == "all-reduce") <= 1.1 * parts
+  gathers = [x for x in found if x.kind == "all-gather" and x.nbytes >= TABLE_BYTES // 2]
+  assert [x.loops for x in gathers] == [0]
+  assert max(x.nbytes for x in found if x.kind == "all-reduce" and x.joins(0, 1)) < TABLE_BYTES // 2
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_learner_chips_stage_their_own_part_of_a_push(chips, hosts):
+  """Qwen3-0.6B from four learner chips; on two hosts, each chip holds the parts of one chip of either."""
+  bounds = {"chips_per_host_bounds": (2, 4 // hosts, 1)}
+  meshes = rollout.make_meshes(4 // hosts, fsdp=4, generation_tensor=1, devices=chips("v5e:2x4", **bounds))
+  policy = models.Policy(models.named("qwen3-0.6b"))
+  abstract = models.with_shardings(policy.abstract(), models.param_shardings(policy.abstract(), meshes.learner))
+  prepared = jax.eval_shape(functools.partial(sampling.prepare_weights, policy), policy.abstract())
+  push = rollout.WeightPush(abstract, policy.dtype, models.param_shardings(prepared, meshes.generation))
+  program = push._stage.lower(abstract).compile()
+  memory = program.memory_analysis()
+  assert memory.output_size_in_bytes <= 1.01 * hosts * push.nbytes / 4
+  if hosts == 1:
+    assert memory.temp_size_in_bytes == 0
+    assert read_collectives(program.as_text()) == []
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4 one host", "v6e:4x4", "v5p:2x2x2"])

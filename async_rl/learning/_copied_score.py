@@ -1,0 +1,82 @@
+"""Scoring with a copy of the trained parameters for each part of the data axis: gradients are summed once per step.
+
+Parts of the data axis hold the same parameters and other rows. If all of them are scored with the same parameters, the
+compiler sums the gradient over the parts in every micro-batch. The gradient of copies is one sum per part, which stays
+on its devices until the last micro-batch. Copies take no memory: a device holds its share of its own part's.
+
+Over the fsdp axis, gradients are still summed and scattered in every micro-batch: to wait for the last one would take
+the whole gradient on every device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from async_rl import models
+
+Array = jax.Array
+
+#: The name of the data axis as seen from within a copy, where rows are split over the other axes only.
+_COPIES = "copies"
+
+
+class CopiedScore:
+  """Scores rows with copies of parameters, or with the parameters themselves where copies are of no use.
+
+  That is on a data axis of one, and with cuDNN, whose attention JAX (0.10) cannot batch with a mask for all heads.
+
+  Args:
+    policy: the policy, on the learner mesh.
+    shardings: the shardings of the trained parameters.
+    temperature: the temperature of the softmax.
+    chunk: the number of positions of a row whose logits are formed at a time.
+  """
+
+  def __init__(self, policy: models.Policy, shardings: models.Params, temperature: float, chunk: int):
+    assert policy.mesh is not None
+    self._count = 1 if policy.attention_backend == "cudnn" else policy.mesh.shape["data"]
+    self._shardings = shardings
+    self._mesh = policy.mesh
+    if self._count > 1:
+      names = (_COPIES if axis == "data" else axis for axis in policy.mesh.axis_names)
+      self._mesh = Mesh(policy.mesh.devices, tuple(names), axis_types=policy.mesh.axis_types)
+    on_copy = dataclasses.replace(policy, mesh=self._mesh)
+    self._score = functools.partial(models.score, on_copy, temperature=temperature, chunk=chunk)
+
+  def copy(self, trained: models.Params) -> models.Params:
+    """Returns the trained parameters with a leading axis of copies, each on its part of the data axis."""
+    if self._count == 1:
+      return trained
+
+    def copy(x: Array, sharding: NamedSharding) -> Array:
+      copies = NamedSharding(self._mesh, PartitionSpec(_COPIES, *sharding.spec))
+      return jax.lax.with_sharding_constraint(jnp.broadcast_to(x[None], (self._count, *x.shape)), copies)
+
+    return jax.tree.map(copy, trained, self._shardings)
+
+  def __call__(self, copies: models.Params, frozen: models.Params, rows: Sequence[Array]) -> models.TokenStats:
+    """Returns `models.score` of rows, [R, T] each.
+
+    Args:
+      copies: the result of `copy`.
+      frozen: the other parameters.
+      rows: the tokens, segments and positions, int32 [R, T] each, split over the data axis first.
+    """
+    if self._count == 1:
+      return self._score({**frozen, **copies}, *rows)
+    axes = {**dict.fromkeys(frozen), **dict.fromkeys(copies, 0)}
+    score = jax.vmap(self._score, (axes, 0, 0, 0), spmd_axis_name=_COPIES)
+    stats = score({**frozen, **copies}, *(x.reshape(self._count, -1, x.shape[1]) for x in rows))
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[2]), stats)
+
+  def total(self, grads: models.Params) -> models.Params:
+    """Returns the sum of the copies' gradients."""
+    return grads if self._count == 1 else jax.tree.map(lambda g: jnp.sum(g, axis=0), grads)
