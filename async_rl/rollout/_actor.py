@@ -128,7 +128,7 @@ class Actor:
       start = time.monotonic()
       completions = self._sampler.step()
       self.busy_seconds += time.monotonic() - start
-      self._ledger.generated(self._sampler.counters.tokens - before)
+      self._ledger.add_generated(self._sampler.counters.tokens - before)
       self._recorder.record("chunk")
       for completion in completions:
         self.conversations.process_completion(completion)
@@ -160,7 +160,7 @@ class Actor:
       )
       if len(failed) < len(group.results):
         self._failed_in_a_row = 0
-        self._buffer.put(finished)
+        self._buffer.add_group(finished)
       else:
         self._replace_failed_group(finished, group.results[-1].reason)
 
@@ -170,8 +170,8 @@ class Actor:
     limit = _MAX_FAILED_STEPS * self._buffer.groups_per_step
     if self._failed_in_a_row >= limit:
       raise RuntimeError(f"The rewards of {limit} groups in a row failed, the last ones: {reason}.")
-    self._buffer.fail(group.request.ticket, "reward")
-    self._ledger.failed(drawn_tokens(group), "reward")
+    self._buffer.fail_group(group.request.ticket, "reward")
+    self._ledger.close_failed(drawn_tokens(group), "reward")
 
   # Checkpoints.
 

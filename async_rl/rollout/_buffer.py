@@ -40,8 +40,8 @@ class RolloutBuffer:
   """Thread-safe buffer between samplers and the learner of one process.
 
   A sampler calls `try_submit` (or `wait_submit` when it has nothing else to do), completes the group of that
-  ticket, and calls `put` or `fail`. The learner calls `take(v)` for v = 0, 1, 2, ..., after it published its weights
-  of version v. A thread that fails calls `close(error)`, which wakes all waiters.
+  ticket, and calls `add_group` or `fail_group`. The learner calls `take_batch(v)` for v = 0, 1, 2, ..., after it
+  published its weights of version v. A thread that fails calls `close(error)`, which wakes all waiters.
 
   Args:
     groups_per_step: G, groups trained by one optimizer step, >= 1.
@@ -126,7 +126,7 @@ class RolloutBuffer:
       self._monitor.check_open()
       return ticket
 
-  def put(self, group: Group) -> None:
+  def add_group(self, group: Group) -> None:
     """Hands in a finished group.
 
     Raises:
@@ -145,7 +145,7 @@ class RolloutBuffer:
       self._complete[ticket] = group
       self._monitor.notify()
 
-  def fail(self, ticket: int, reason: str) -> None:
+  def fail_group(self, ticket: int, reason: str) -> None:
     """Gives up a group; another one is submitted in its place, and the failure is counted under `reason`."""
     with self._monitor:
       self._monitor.check_open()
@@ -155,7 +155,9 @@ class RolloutBuffer:
       self._failures[reason] += 1
       self._monitor.notify()
 
-  def take(self, version: int, timeout: float | None = None, tickets: Collection[int] | None = None) -> list[Group]:
+  def take_batch(
+    self, version: int, timeout: float | None = None, tickets: Collection[int] | None = None
+  ) -> list[Group]:
     """Waits for the batch of step `version` and returns its groups, ordered by ticket.
 
     Args:
@@ -176,8 +178,8 @@ class RolloutBuffer:
         del self._stamps[ticket]
       return [self._complete.pop(ticket) for ticket in sorted(chosen)]
 
-  def wait(self, version: int, timeout: float | None = None, tickets: Collection[int] | None = None) -> None:
-    """Waits until `take` with the same arguments returns at once, and takes nothing; raises what it would raise."""
+  def wait_for_batch(self, version: int, timeout: float | None = None, tickets: Collection[int] | None = None) -> None:
+    """Waits until `take_batch` with the same arguments would return at once; takes nothing, raises the same errors."""
     with self._monitor:
       self._wait_for_choice(version, timeout, tickets)
 
@@ -194,7 +196,7 @@ class RolloutBuffer:
     """Raises the error that the buffer was closed with, if there was one."""
     self._monitor.raise_error()
 
-  def counts(self) -> dict[str, int]:
+  def count_groups(self) -> dict[str, int]:
     """Returns the number of groups by state: `submitted` (not the failed), `pending`, `complete`, `trained`, …"""
     with self._monitor:
       return {
@@ -205,7 +207,7 @@ class RolloutBuffer:
         "failed": self._failures.total(),
       }
 
-  def failures(self) -> dict[str, int]:
+  def count_failures(self) -> dict[str, int]:
     """Returns the number of failed groups by reason."""
     with self._monitor:
       return dict(self._failures)
@@ -296,7 +298,7 @@ class RolloutBuffer:
   # All below: with the lock held.
 
   def _wait_for_choice(self, version: int, timeout: float | None, tickets: Collection[int] | None) -> list[int]:
-    """Returns the tickets of the batch of step `version` as soon as it can be taken; see `take`."""
+    """Returns the tickets of the batch of step `version` as soon as it can be taken; see `take_batch`."""
 
     def ready() -> list[int] | None:
       if self._taken == self._steps or len(self._stamps) + self._remaining() < self.groups_per_step:
@@ -304,7 +306,7 @@ class RolloutBuffer:
       return self._choose() if tickets is None else self._choose_these(tickets)
 
     if version != self._taken:
-      raise ValueError(f"take({version}) out of turn: the next batch is that of version {self._taken}")
+      raise ValueError(f"take_batch({version}) out of turn: the next batch is that of version {self._taken}")
     self._learner = version
     self._monitor.notify()
     chosen = self._monitor.wait_for(ready, timeout)

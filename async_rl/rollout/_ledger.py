@@ -13,7 +13,7 @@ class Ledger:
 
   Every generated token ends in one account: `trained`; `masked/<reason>` (in a trained batch, but out of its loss);
   `stale` (beyond the lag bound: always 0 unless the bound is broken on purpose); `failed/<reason>` (its group was
-  given up). Until then it is saved: in the sampler, in the buffer or in a checkpoint. `balance` compares this
+  given up). Until then it is saved: in the sampler, in the buffer or in a checkpoint. `check_balance` compares this
   remainder with the tokens that those places hold.
   """
 
@@ -22,34 +22,34 @@ class Ledger:
     self._generated = 0
     self._ended: collections.Counter[str] = collections.Counter(trained=0, stale=0)
 
-  def generated(self, tokens: int) -> None:
+  def add_generated(self, tokens: int) -> None:
     """Enters newly drawn tokens."""
     with self._lock:
       self._generated += _checked(tokens)
 
-  def trained(self, tokens: int, masked: dict[str, int] | None = None) -> None:
+  def close_trained(self, tokens: int, masked: dict[str, int] | None = None) -> None:
     """Closes the tokens of a batch: those that counted in its loss, and those `masked`, by reason."""
     with self._lock:
       self._ended["trained"] += _checked(tokens)
       for reason, count in (masked or {}).items():
         self._ended[f"masked/{reason}"] += _checked(count)
 
-  def stale(self, tokens: int) -> None:
+  def close_stale(self, tokens: int) -> None:
     """Closes tokens that were dropped for their lag."""
     with self._lock:
       self._ended["stale"] += _checked(tokens)
 
-  def failed(self, tokens: int, reason: str) -> None:
+  def close_failed(self, tokens: int, reason: str) -> None:
     """Closes tokens of groups that were given up."""
     with self._lock:
       self._ended[f"failed/{reason}"] += _checked(tokens)
 
-  def counts(self) -> dict[str, int]:
+  def count_tokens(self) -> dict[str, int]:
     """Returns the tokens by account, with `generated` and `saved` (generated and not yet ended)."""
     with self._lock:
       return {"generated": self._generated, **self._ended, "saved": self._generated - self._ended.total()}
 
-  def balance(self, saved: int) -> None:
+  def check_balance(self, saved: int) -> None:
     """Checks that no token is lost or counted twice.
 
     Args:
@@ -58,7 +58,7 @@ class Ledger:
     Raises:
       AssertionError: if the accounts do not add up; the message lists them.
     """
-    counts = self.counts()
+    counts = self.count_tokens()
     if counts["saved"] != saved:
       raise AssertionError(
         f"The ledger does not balance: {counts['saved']} tokens should be saved, {saved} are: {counts}."
@@ -82,7 +82,7 @@ class Ledger:
       self._ended = collections.Counter(state["ended"])
       lost = self._generated - self._ended.total() - saved
     if lost:
-      self.failed(lost, "restart")
+      self.close_failed(lost, "restart")
 
   def merge(self, states: Sequence[dict[str, Any]]) -> None:
     """Continues from the checkpoint of other processes, whose saved tokens are all entered as failed by the restart.

@@ -269,7 +269,7 @@ class Session:
     """
     self.stop.activity = f"waiting for the batch of step {self.version + 1}"
     self.hosts.agree(functools.partial(self._wait_for_batch, tickets))
-    own = self.buffer.take(self.version, timeout=0, tickets=tickets)
+    own = self.buffer.take_batch(self.version, timeout=0, tickets=tickets)
     self._recorder.record("train", self.version, [g.request.ticket for g in own])
     return gather_groups(self.hosts, own, self._prompts.prompts)
 
@@ -277,7 +277,7 @@ class Session:
     while True:
       self.stop.check()
       try:
-        return self.buffer.wait(self.version, timeout=_POLL_SECONDS, tickets=tickets)
+        return self.buffer.wait_for_batch(self.version, timeout=_POLL_SECONDS, tickets=tickets)
       except TimeoutError:
         if tickets is not None:  # the actor runs in this thread and has finished
           raise RuntimeError(f"Step {self.version} trains groups {tickets}, but not all of them succeeded.") from None
@@ -372,7 +372,7 @@ class Session:
     with self.actor.paused():
       self.buffer.raise_error()
       held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))
-      self._ledger.balance(held)
+      self._ledger.check_balance(held)
       host = {
         "prompts": self._prompt_check.fingerprint,
         "buffer": self.buffer.state(),

@@ -103,7 +103,7 @@ class StepLog:
     rejected = _share(int(candidates.sum()) - trained, candidates, index)
     masked = {"failed": int(failed[index]), "rejected": rejected}
     own = int(candidates[index]) - rejected
-    self._ledger.trained(own, {reason: count for reason, count in masked.items() if count})
+    self._ledger.close_trained(own, {reason: count for reason, count in masked.items() if count})
 
   def _check_skipped(self, step: int, values: dict[str, float]) -> None:
     """Tells of a step that was skipped; raises `Diverged` after a number of them in a row."""

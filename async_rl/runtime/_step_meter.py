@@ -142,7 +142,7 @@ class StepMeter:
     change = {name: value - self._last[name] for name, value in self._now.items()}
     self._last = self._now
     seconds = max(change["time"], 1e-9)
-    counts = self._buffer.counts()
+    counts = self._buffer.count_groups()
     spent, self._spent = self._spent, {}
     return {
       "staleness/histogram": staleness_histogram(groups, version, self._buffer.max_lag),

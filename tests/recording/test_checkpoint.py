@@ -103,9 +103,9 @@ def test_host_state_restores_equal(tmp_path, mesh):
     assert buffer.try_submit(0) == ticket
   tokens = np.arange(5, dtype=np.int32)
   completion = Completion(1, 0, tokens, -tokens / 7, tokens * 0, tokens < 3, STOP)
-  buffer.put(Group(Request(1, tokens[:2], prompts[1]), (completion,), np.float32([0.5]), 1))
+  buffer.add_group(Group(Request(1, tokens[:2], prompts[1]), (completion,), np.float32([0.5]), 1))
   ledger = Ledger()
-  ledger.generated(7)
+  ledger.add_generated(7)
   host = {
     "buffer": buffer.state(),
     "ledger": ledger.state(),
@@ -148,7 +148,7 @@ def test_keeps_the_newest_and_saves_a_step_once(tmp_path, mesh):
   assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
   assert checkpointer.restore(abstract(state))[1] == [{"step": 3}]
   assert checkpointer.restore(abstract(state), step=2)[1] == [{"step": 2}]
-  with pytest.raises(CheckpointError, match=r"has no checkpoint of step 1$"):
+  with pytest.raises(CheckpointError, match=r"has no checkpoint of step 1; it has those of \[3, 2\]"):
     checkpointer.restore(abstract(state), step=1)
   checkpointer.close()
 

@@ -68,47 +68,47 @@ def submit_all(buffer, version):
 
 def submit_all_put(buffer, version):
   for ticket in submit_all(buffer, version):
-    buffer.put(make_group(ticket, (version,)))
+    buffer.add_group(make_group(ticket, (version,)))
 
 
 def test_lag_zero_is_synchronous():
   buffer = RolloutBuffer(groups_per_step=3, max_lag=0, steps=2)
   assert submit_all(buffer, 0) == [0, 1, 2]
   for ticket in (2, 0):
-    buffer.put(make_group(ticket))
+    buffer.add_group(make_group(ticket))
   with pytest.raises(TimeoutError, match=r"2 groups complete, 1 pending \(the oldest: \[1\]\)"):
-    buffer.take(0, timeout=0)
-  buffer.put(make_group(1))
-  assert tickets(buffer.take(0, timeout=0)) == [0, 1, 2]
+    buffer.take_batch(0, timeout=0)
+  buffer.add_group(make_group(1))
+  assert tickets(buffer.take_batch(0, timeout=0)) == [0, 1, 2]
   assert buffer.try_submit(0) is None  # old weights may sample nothing more
   assert submit_all(buffer, 1) == [3, 4, 5]
   for ticket in (5, 4, 3):
-    buffer.put(make_group(ticket, (1,)))
-  assert tickets(buffer.take(1, timeout=0)) == [3, 4, 5]
+    buffer.add_group(make_group(ticket, (1,)))
+  assert tickets(buffer.take_batch(1, timeout=0)) == [3, 4, 5]
   assert buffer.try_submit(2) is None
   with pytest.raises(EndOfData, match="after 2 steps"):
-    buffer.take(2)
+    buffer.take_batch(2)
 
 
 def test_a_token_older_than_the_submission_is_found_in_any_sample_and_at_any_place():
   buffer = RolloutBuffer(groups_per_step=1, max_lag=3, steps=9)
-  buffer.put(make_group(buffer.try_submit(0)))
-  buffer.take(0, timeout=0)
+  buffer.add_group(make_group(buffer.try_submit(0)))
+  buffer.take_batch(0, timeout=0)
   ticket = next(t for t in iter(lambda: buffer.try_submit(1), None) if buffer._stamps[t] == 1)
   new, mixed = make_group(ticket, (1, 1)), make_group(ticket, (1, 0, 1))
   for completions in [(mixed.completions[0], new.completions[1]), (new.completions[0], mixed.completions[1])]:
     with pytest.raises(
       ValueError, match=f"group {ticket} has a token of version 0, but was submitted with weights of 1"
     ):
-      buffer.put(new._replace(completions=completions))
-  buffer.put(new)
+      buffer.add_group(new._replace(completions=completions))
+  buffer.add_group(new)
 
 
 def test_groups_and_state_are_ordered_by_ticket():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=4)
   assert submit_all(buffer, 0) == list(range(10))
   for ticket in (7, 1, 9, 3):
-    buffer.put(make_group(ticket))
+    buffer.add_group(make_group(ticket))
   assert tickets(buffer.groups()) == [1, 3, 7, 9]
   assert buffer.state()["complete"]["ticket"].tolist() == [1, 3, 7, 9]
   assert buffer.state()["groups"]["ticket"].tolist() == [1, 3, 7, 9]
@@ -119,11 +119,11 @@ def test_counts_in_the_middle_of_a_run():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=2)
   first = submit_all(buffer, 0)
   for ticket in first[:3]:
-    buffer.put(make_group(ticket))
-  buffer.fail(first[4], "reward")
-  buffer.take(0, timeout=0)
+    buffer.add_group(make_group(ticket))
+  buffer.fail_group(first[4], "reward")
+  buffer.take_batch(0, timeout=0)
   assert len(first) == 6
-  assert buffer.counts() == {"submitted": 5, "pending": 2, "complete": 1, "trained": 2, "failed": 1}
+  assert buffer.count_groups() == {"submitted": 5, "pending": 2, "complete": 1, "trained": 2, "failed": 1}
 
 
 def test_young_groups_cannot_starve_old_ones():
@@ -134,19 +134,19 @@ def test_young_groups_cannot_starve_old_ones():
   """
   buffer = RolloutBuffer(groups_per_step=1, max_lag=2)
   a, b, c = submit_all(buffer, 0)
-  buffer.put(make_group(c))
-  assert tickets(buffer.take(0, timeout=0)) == [c]  # A and B can still go at steps 1 and 2
+  buffer.add_group(make_group(c))
+  assert tickets(buffer.take_batch(0, timeout=0)) == [c]  # A and B can still go at steps 1 and 2
   (d,) = submit_all(buffer, 1)
-  buffer.put(make_group(d, (1,)))
+  buffer.add_group(make_group(d, (1,)))
   with pytest.raises(TimeoutError):
-    buffer.take(1, timeout=0)  # D now would leave both A and B for step 2
-  buffer.put(make_group(b))
-  assert tickets(buffer.take(1, timeout=0)) == [b]
+    buffer.take_batch(1, timeout=0)  # D now would leave both A and B for step 2
+  buffer.add_group(make_group(b))
+  assert tickets(buffer.take_batch(1, timeout=0)) == [b]
   with pytest.raises(TimeoutError):
-    buffer.take(2, timeout=0)
-  buffer.put(make_group(a))
-  assert tickets(buffer.take(2, timeout=0)) == [a]
-  assert tickets(buffer.take(3, timeout=0)) == [d]
+    buffer.take_batch(2, timeout=0)
+  buffer.add_group(make_group(a))
+  assert tickets(buffer.take_batch(2, timeout=0)) == [a]
+  assert tickets(buffer.take_batch(3, timeout=0)) == [d]
 
 
 @settings(max_examples=200, deadline=None)
@@ -203,9 +203,9 @@ def test_every_interleaving_keeps_the_bound_and_ends(seed, groups_per_step, max_
       _, versions = owner.pop(ticket)
       if rng.random() < failing:
         failed.append(ticket)
-        buffer.fail(ticket, "reward")
+        buffer.fail_group(ticket, "reward")
       else:
-        buffer.put(make_group(ticket, (*versions, held[i])))  # the weights may have changed while it was drawn
+        buffer.add_group(make_group(ticket, (*versions, held[i])))  # the weights may have changed while it was drawn
 
   def restart():
     nonlocal buffer
@@ -222,7 +222,7 @@ def test_every_interleaving_keeps_the_bound_and_ends(seed, groups_per_step, max_
     if rng.random() < 0.01:
       restart()
     try:
-      groups = buffer.take(version, timeout=0)
+      groups = buffer.take_batch(version, timeout=0)
     except TimeoutError:
       continue
     except EndOfData:
@@ -238,7 +238,7 @@ def test_every_interleaving_keeps_the_bound_and_ends(seed, groups_per_step, max_
     pytest.fail(f"no progress: {buffer.state()}")
   assert version == steps
   assert sorted(trained + failed) == list(range(len(trained) + len(failed)))  # all that was submitted, each once
-  assert buffer.counts() == {
+  assert buffer.count_groups() == {
     "submitted": steps * groups_per_step,
     "pending": 0,
     "complete": 0,
@@ -266,9 +266,9 @@ def test_threads_with_random_delays(max_lag, samplers):
           time.sleep(rng.random() * 2e-3)
           ticket, versions = work.popitem() if rng.random() < 0.5 else (t := min(work), work.pop(t))
           if rng.random() < 0.1:
-            buffer.fail(ticket, "reward")
+            buffer.fail_group(ticket, "reward")
           else:
-            buffer.put(make_group(ticket, (*versions, published)))
+            buffer.add_group(make_group(ticket, (*versions, published)))
     except Closed:
       pass
 
@@ -277,67 +277,67 @@ def test_threads_with_random_delays(max_lag, samplers):
     thread.start()
   lags = []
   for version in range(steps):
-    groups = buffer.take(version, timeout=20)
+    groups = buffer.take_batch(version, timeout=20)
     lags += [version - int(v) for g in groups for c in g.completions for v in c.versions[c.mask]]
     time.sleep(1e-3)
     published = version + 1
   with pytest.raises(EndOfData):
-    buffer.take(steps)
+    buffer.take_batch(steps)
   buffer.close()
   for thread in threads:
     thread.join(timeout=20)
     assert not thread.is_alive()
   assert min(lags) >= 0
   assert max(lags) <= max_lag
-  assert buffer.counts()["trained"] == steps * groups_per_step
-  assert buffer.counts()["pending"] == 0
+  assert buffer.count_groups()["trained"] == steps * groups_per_step
+  assert buffer.count_groups()["pending"] == 0
 
 
 def test_end_of_data_starts_no_group_that_cannot_be_trained():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=5, limit=7)
   assert submit_all(buffer, 0) == [0, 1, 2, 3, 4, 5]  # the seventh would be alone
   for ticket in range(6):
-    buffer.put(make_group(ticket))
-  assert [tickets(buffer.take(v, timeout=0)) for v in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    buffer.add_group(make_group(ticket))
+  assert [tickets(buffer.take_batch(v, timeout=0)) for v in range(3)] == [[0, 1], [2, 3], [4, 5]]
   with pytest.raises(EndOfData):
-    buffer.take(3)
+    buffer.take_batch(3)
   assert submit_all(buffer, 3) == []
 
 
 def test_failures_at_the_end_of_data_leave_the_rest_in_the_buffer():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=1, limit=4)
   assert submit_all(buffer, 0) == [0, 1, 2, 3]
-  buffer.fail(0, "reward process died")
-  buffer.fail(3, "reward process died")
-  buffer.put(make_group(1))
-  buffer.put(make_group(2))
-  assert tickets(buffer.take(0)) == [1, 2]
+  buffer.fail_group(0, "reward process died")
+  buffer.fail_group(3, "reward process died")
+  buffer.add_group(make_group(1))
+  buffer.add_group(make_group(2))
+  assert tickets(buffer.take_batch(0)) == [1, 2]
   with pytest.raises(EndOfData):
-    buffer.take(1)
-  assert buffer.failures() == {"reward process died": 2}
+    buffer.take_batch(1)
+  assert buffer.count_failures() == {"reward process died": 2}
 
   buffer = RolloutBuffer(groups_per_step=2, max_lag=0, limit=3)
   assert submit_all(buffer, 0) == [0, 1]
-  buffer.put(make_group(0))
-  buffer.fail(1, "reward process died")
+  buffer.add_group(make_group(0))
+  buffer.fail_group(1, "reward process died")
   assert submit_all(buffer, 0) == [2]
-  buffer.fail(2, "reward process died")
+  buffer.fail_group(2, "reward process died")
   with pytest.raises(EndOfData, match="with 1 groups left"):
-    buffer.take(0)
+    buffer.take_batch(0)
   assert tickets(buffer.groups()) == [0]
 
 
 def test_waiting_sampler_is_told_of_newer_weights():
   buffer = RolloutBuffer(groups_per_step=1, max_lag=0)
   (ticket,) = submit_all(buffer, 0)
-  buffer.put(make_group(ticket))
-  buffer.take(0)
+  buffer.add_group(make_group(ticket))
+  buffer.take_batch(0)
   assert buffer.wait_submit(0, timeout=0) is None
   results = []
   thread = threading.Thread(target=lambda: results.append(buffer.wait_submit(0)), daemon=True)
   thread.start()
   with pytest.raises(TimeoutError):
-    buffer.take(1, timeout=0)
+    buffer.take_batch(1, timeout=0)
   thread.join(timeout=10)
   assert results == [None]
   assert buffer.wait_submit(1) == 1
@@ -355,7 +355,7 @@ def test_close_wakes_all_waiters_with_the_cause():
       caught[name] = error
 
   threads = [
-    threading.Thread(target=wait, args=("learner", lambda: buffer.take(0)), daemon=True),
+    threading.Thread(target=wait, args=("learner", lambda: buffer.take_batch(0)), daemon=True),
     threading.Thread(target=wait, args=("sampler", lambda: buffer.wait_submit(0)), daemon=True),
   ]
   for thread in threads:
@@ -368,7 +368,7 @@ def test_close_wakes_all_waiters_with_the_cause():
   assert caught["learner"] is cause
   assert caught["sampler"] is cause
   with pytest.raises(FloatingPointError):
-    buffer.put(make_group(0))
+    buffer.add_group(make_group(0))
   with pytest.raises(FloatingPointError):
     buffer.try_submit(0)
   assert buffer.state()["pending"]["ticket"].tolist() == [0]  # still there to be saved
@@ -378,16 +378,16 @@ def test_replay_takes_the_recorded_tickets():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=1)
   assert submit_all(buffer, 0) == [0, 1, 2, 3]
   for ticket in range(3):
-    buffer.put(make_group(ticket))
+    buffer.add_group(make_group(ticket))
   with pytest.raises(TimeoutError):
-    buffer.take(0, timeout=0, tickets=[3, 1])
-  buffer.put(make_group(3))
-  assert tickets(buffer.take(0, tickets=[3, 1])) == [1, 3]
+    buffer.take_batch(0, timeout=0, tickets=[3, 1])
+  buffer.add_group(make_group(3))
+  assert tickets(buffer.take_batch(0, tickets=[3, 1])) == [1, 3]
   assert submit_all(buffer, 1) == [4, 5]
-  buffer.put(make_group(4, (1,)))
+  buffer.add_group(make_group(4, (1,)))
   with pytest.raises(ValueError, match=r"training groups \[2, 4\] at step 1 breaks max_lag=1"):
-    buffer.take(1, tickets=[2, 4])
-  assert tickets(buffer.take(1, tickets=[0, 2])) == [0, 2]
+    buffer.take_batch(1, tickets=[2, 4])
+  assert tickets(buffer.take_batch(1, tickets=[0, 2])) == [0, 2]
 
 
 def test_groups_survive_the_arrays():
@@ -400,17 +400,17 @@ def test_groups_survive_the_arrays():
 def test_state_restores_equal_and_gives_pending_tickets_out_again():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=2)
   submit_all(buffer, 0)
-  buffer.fail(4, "reward")
+  buffer.fail_group(4, "reward")
   for ticket in (1, 3, 5):
-    buffer.put(make_group(ticket))
-  buffer.take(0)
+    buffer.add_group(make_group(ticket))
+  buffer.take_batch(0)
   assert submit_all(buffer, 1) == [6, 7, 8]
   restored = RolloutBuffer(groups_per_step=2, max_lag=2)
   restored.restore(buffer.state(), PROMPTS, in_flight=[2, 7])
   assert_trees_equal(restored.state(), buffer.state())
-  assert restored.failures() == {"reward": 1}
+  assert restored.count_failures() == {"reward": 1}
   with pytest.raises(ValueError, match="no group with ticket 0 is being sampled"):
-    restored.put(make_group(0, (1,)))  # nobody was asked for it since the restore
+    restored.add_group(make_group(0, (1,)))  # nobody was asked for it since the restore
   assert submit_all(restored, 1) == [0, 6, 8]
   other = RolloutBuffer(groups_per_step=2, max_lag=1)
   with pytest.raises(ValueError, match="max_lag=2, this run has max_lag=1"):
@@ -420,14 +420,14 @@ def test_state_restores_equal_and_gives_pending_tickets_out_again():
 def test_waiting_takes_nothing():
   buffer = RolloutBuffer(groups_per_step=2, max_lag=0, steps=1)
   assert submit_all(buffer, 0) == [0, 1]
-  buffer.put(make_group(0))
+  buffer.add_group(make_group(0))
   with pytest.raises(TimeoutError, match="1 groups complete"):
-    buffer.wait(0, timeout=0)
-  buffer.put(make_group(1))
-  buffer.wait(0, timeout=0)
-  assert tickets(buffer.take(0, timeout=0)) == [0, 1]
+    buffer.wait_for_batch(0, timeout=0)
+  buffer.add_group(make_group(1))
+  buffer.wait_for_batch(0, timeout=0)
+  assert tickets(buffer.take_batch(0, timeout=0)) == [0, 1]
   with pytest.raises(EndOfData):
-    buffer.wait(1, timeout=0)
+    buffer.wait_for_batch(1, timeout=0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -446,24 +446,24 @@ def test_other_numbers_of_processes_deal_every_ticket_once_and_train_it(counts, 
     if states is not None:
       forgotten = [buffer.redeal(states) for buffer in buffers]
       assert forgotten == [sum(len(s["complete"]["ticket"]) for s in states)] * count
-      assert [buffer.counts()["complete"] for buffer in buffers] == [0] * count
+      assert [buffer.count_groups()["complete"] for buffer in buffers] == [0] * count
     for _ in range(int(rng.integers(0, 4))):
       for buffer in buffers:
         for ticket in submit_all(buffer, version):
           assert ticket % count == buffers.index(buffer)
           if rng.random() < 0.1:
-            buffer.fail(ticket, "reward")
+            buffer.fail_group(ticket, "reward")
             trained.append(ticket)
           else:
-            buffer.put(make_group(ticket, (version,)))
+            buffer.add_group(make_group(ticket, (version,)))
       try:
         for buffer in buffers:
           submit_all_put(buffer, version)
-          buffer.wait(version, timeout=0)
+          buffer.wait_for_batch(version, timeout=0)
       except EndOfData:
         break
       for buffer in buffers:
-        trained += tickets(buffer.take(version, timeout=0))
+        trained += tickets(buffer.take_batch(version, timeout=0))
       version += 1
     states = [buffer.state() for buffer in buffers]
     assert {s["taken"] for s in states} == {version}
@@ -489,9 +489,9 @@ def test_misuse_is_refused():
   with pytest.raises(ValueError, match="sampler_version=1, but the learner has only made versions 0 to 0"):
     buffer.try_submit(1)
   with pytest.raises(ValueError, match="no group with ticket 0"):
-    buffer.fail(0, "reward")
+    buffer.fail_group(0, "reward")
   buffer.try_submit(0)
   with pytest.raises(ValueError, match="token of version -1"):
-    buffer.put(make_group(0, (NO_VERSION,)))
-  with pytest.raises(ValueError, match=r"take\(1\) out of turn"):
-    buffer.take(1)
+    buffer.add_group(make_group(0, (NO_VERSION,)))
+  with pytest.raises(ValueError, match=r"take_batch\(1\) out of turn"):
+    buffer.take_batch(1)

@@ -65,7 +65,7 @@ def make_meter():
   store = types.SimpleNamespace(ready_at=-np.inf, push_seconds=0.5, push_bytes=8)
   actor = types.SimpleNamespace(idle_seconds=0.0, busy_seconds=0.0, conversations=conversations)
   counts = dict(pending=1, complete=0, failed=0)
-  buffer = types.SimpleNamespace(max_lag=4, counts=lambda: counts, groups=lambda: [])
+  buffer = types.SimpleNamespace(max_lag=4, count_groups=lambda: counts, groups=lambda: [])
   scorer = types.SimpleNamespace(failures={})
   return _step_meter.StepMeter(sampler, buffer, store, actor, scorer), store, actor
 
