@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
@@ -46,8 +45,7 @@ class CopiedScore:
     self._shardings = shardings
     self._mesh = policy.mesh
     if self._count > 1:
-      names = (_COPIES if axis == "data" else axis for axis in policy.mesh.axis_names)
-      self._mesh = Mesh(policy.mesh.devices, tuple(names), axis_types=policy.mesh.axis_types)
+      self._mesh = models.named_mesh(policy.mesh.devices, (_COPIES, *models.AXES[1:]))
     on_copy = dataclasses.replace(policy, mesh=self._mesh)
     self._score = functools.partial(models.score, on_copy, temperature=temperature, chunk=chunk)
 

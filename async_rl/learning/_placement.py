@@ -52,10 +52,10 @@ class PlacedModel:
     self.optimizer = optax.with_extra_args_support(optimizer)
     self.shape = shape
     self.mesh = mesh
-    self._row_devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    self._row_devices = models.row_parts(mesh)
     check_multiple("rows", shape.rows, self._row_devices, "the learner mesh's data times fsdp")
     self._replicated: Any = NamedSharding(mesh, PartitionSpec())
-    by_row = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
+    by_row = NamedSharding(mesh, PartitionSpec(None, models.ROWS))
     self.batch_shardings = Batch(by_row, by_row, by_row, *[self._replicated] * (len(Batch._fields) - 3))
     self.state_shardings = self._shardings()
 

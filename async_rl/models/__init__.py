@@ -31,10 +31,13 @@ from async_rl.models._policy import as_used
 from async_rl.models._policy import limit_vocabulary
 from async_rl.models._policy import unstack_layers
 from async_rl.models._reward_model import RewardModel
+from async_rl.models._sharding import AXES
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import RULES
+from async_rl.models._sharding import named_mesh
 from async_rl.models._sharding import param_shardings
 from async_rl.models._sharding import param_specs
+from async_rl.models._sharding import row_parts
 from async_rl.models._sharding import with_shardings
 from async_rl.models._token_stats import TokenStats
 from async_rl.models._token_stats import score

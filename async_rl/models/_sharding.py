@@ -1,4 +1,4 @@
-"""The mesh axes that parameters are split over, by ordered regular expressions that must cover everything."""
+"""The axes of meshes, and those over which parameters are split, by ordered expressions that must cover everything."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+
+#: Mesh axes, outermost first: copies of the parameters, parameters split and gathered, and split matrix products.
+AXES = ("data", "fsdp", "tensor")
+#: Mesh axes over which rows (sequences, slots) are split.
+ROWS = AXES[:2]
 
 #: First match wins. Specs are of one layer; stacked layers get a leading unsplit axis.
 RULES: Sequence[tuple[str, PartitionSpec]] = (
@@ -24,8 +31,15 @@ RULES: Sequence[tuple[str, PartitionSpec]] = (
   (r"^value_head/", PartitionSpec()),
 )
 
-#: Mesh axes over which rows (sequences, slots) are split.
-ROWS = ("data", "fsdp")
+
+def named_mesh(devices: np.ndarray, names: Sequence[str] = AXES) -> Mesh:
+  """Returns a mesh whose axes the compiler splits over by itself, of devices in an array with a dimension per axis."""
+  return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def row_parts(mesh: Mesh | None) -> int:
+  """Returns the number of parts into which a mesh splits rows."""
+  return 1 if mesh is None else math.prod(size for axis, size in mesh.shape.items() if axis in ROWS)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from async_rl.models._policy import finish_logits
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
 from async_rl.models._sharding import fit_sharding
+from async_rl.models._sharding import row_parts
 
 Array = jax.Array
 
@@ -180,7 +180,7 @@ def _at(values: Array, targets: Array) -> Array:
 
 def _row_ways(mesh: Mesh | None, rows: int) -> int:
   """Returns the number of parts into which the mesh splits the rows."""
-  ways = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.axis_names)
+  ways = row_parts(mesh)
   return ways if rows % ways == 0 else 1
 
 

@@ -15,15 +15,12 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from async_rl.models import named_mesh
 from async_rl.rollout._tpu_chips import choose_learners
-
-#: Mesh axes, outermost first: copies of the parameters, parameters split and gathered, and split matrix products.
-AXES = ("data", "fsdp", "tensor")
 
 D = TypeVar("D", bound=Any)  # a jax.Device
 
@@ -138,7 +135,7 @@ def _choose_learners(hosts: Sequence[Sequence[D]], count: int) -> Sequence[Seque
 
 
 def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1) -> Mesh:
-  """Returns a mesh of `AXES` over the devices in their order.
+  """Returns a mesh of `models.AXES` over the devices in their order.
 
   Raises:
     ValueError: if fsdp times tensor does not divide the number of devices; it names the nearest sizes that do.
@@ -152,7 +149,7 @@ def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1) 
       f"nearest that does is fsdp={near_fsdp}, tensor={near_tensor}."
     )
   shape = (count // (fsdp * tensor), fsdp, tensor)
-  return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  return named_mesh(np.asarray(devices).reshape(shape))
 
 
 def _nearest_divisor(count: int, wanted: int) -> int:

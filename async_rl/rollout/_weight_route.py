@@ -10,10 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+
+from async_rl.models import named_mesh
 
 Array = jax.Array
 
@@ -89,7 +90,7 @@ class Route:
     kinds = {"shared": shared, "dealt": dealt, "kept": kept, "trimmed": trimmed}
     names = [f"{kind} {i}" for kind in kinds for i in range(len(dims))]
     sizes = [size for of_dims in kinds.values() for size in of_dims]
-    arrival = _mesh(target.mesh.devices.reshape(-1, *sizes), ["copies", *names])
+    arrival = named_mesh(target.mesh.devices.reshape(-1, *sizes), ["copies", *names])
     blocks_first = ("dealt", "kept", "shared", "trimmed")
     axes = (tuple(f"{kind} {i}" for kind in blocks_first) for i in range(len(dims)))
     self._arrival = NamedSharding(arrival, PartitionSpec(*axes))
@@ -183,12 +184,8 @@ def _split_by_host(mesh: Mesh) -> tuple[Mesh, dict[str, int]]:
     return mesh, hosts
   names = [name for axis in mesh.axis_names for name in (f"hosts of {axis}", axis)]
   sizes = [size for axis, whole in mesh.shape.items() for size in (hosts[axis], whole // hosts[axis])]
-  return _mesh(mesh.devices.reshape(sizes), names), hosts
+  return named_mesh(mesh.devices.reshape(sizes), names), hosts
 
 
 def _products(a: Sequence[int], b: Sequence[int]) -> list[int]:
   return [x * y for x, y in zip(a, b, strict=True)]
-
-
-def _mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
-  return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from jax.sharding import Mesh
 
 from async_rl.models import Params
 from async_rl.models import Policy
+from async_rl.models import named_mesh
 from async_rl.sampling import _decode
 from async_rl.sampling._programs import Programs
 from async_rl.sampling._sampler import Counters
@@ -325,8 +325,7 @@ class Engine(Sampler):
 
 
 def _mesh_of_one() -> Mesh:
-  devices = np.array(jax.local_devices()[:1]).reshape(1, 1, 1)
-  return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  return named_mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1))
 
 
 def _place(tree: Any, like: Any) -> Any:

@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from async_rl.models import ROWS
 from async_rl.models import Cache
 from async_rl.models import Policy
 from async_rl.models import param_shardings
+from async_rl.models import row_parts
 from async_rl.models import with_shardings
 from async_rl.sampling import _decode
 from async_rl.sampling._prepare_weights import prepare_weights
@@ -59,7 +59,7 @@ class Programs:
     self._config = config
     self._stop_ids = stop_ids
     axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
-    self.shards = math.prod(mesh.shape[axis] for axis in axes)
+    self.shards = row_parts(mesh)
     check_multiple("slots", config.slots, self.shards, "the generation mesh's data times fsdp")
     tensor = "tensor" in mesh.axis_names and policy.config.num_kv_heads % mesh.shape["tensor"] == 0
     self.whole = NamedSharding(mesh, PartitionSpec())

@@ -30,6 +30,7 @@ import optax
 
 from async_rl import learning
 from async_rl import models
+from async_rl import rollout
 from async_rl import stabilizers
 from async_rl import types
 
@@ -123,8 +124,7 @@ def measure_learner(config: models.ModelConfig, smoke: bool, repeats: int) -> di
   shape = learning.BatchShape(
     sequences=16 if smoke else 64, row_tokens=4 * length, rows=2 if smoke else 4, completion_tokens=length // 2
   )
-  types_of_axes = (jax.sharding.AxisType.Auto,) * 3
-  mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), axis_types=types_of_axes, devices=jax.devices()[:1])
+  mesh = rollout.make_mesh(jax.devices()[:1])
   policy = models.Policy(config, dtype="float32" if smoke else "bfloat16", remat="attention")
   steps = {}
   for name in IN_LEARNER:
