@@ -60,6 +60,7 @@ class Watch:
     self._index, self._count = distributed.global_state.process_id, distributed.global_state.num_processes
     self._stop = stop
     self._cause: HostError | None = None
+    self._lost: set[int] = set()
     self._found = threading.Event()
     self._closed = threading.Event()
     self._post("name", socket.gethostname())
@@ -140,6 +141,7 @@ class Watch:
       if index not in seen or seen[index][0] != text:
         seen[index] = (text, now)
       elif now - seen[index][1] > LOST_SECONDS:
+        self._lost.add(index)
         seconds = now - seen[index][1]
         return HostError(f"{self._name(index)} was lost, silent for {seconds:.0f} s; {_REMEDY}", LOST_STATUS)
     return None
@@ -156,7 +158,8 @@ class Watch:
     end = time.monotonic() + _GRACE_SECONDS + 2 * BEAT_SECONDS
     try:
       self._post("left", "")
-      while self._index == 0 and len(self._read("left")) < self._count - 1 and time.monotonic() < end:
+      others = set(range(1, self._count)) - self._lost
+      while self._index == 0 and others - self._read("left").keys() and time.monotonic() < end:
         time.sleep(0.2)
     except Exception:  # the coordinator is lost
       return
