@@ -83,3 +83,11 @@ def test_a_choice_is_one_of_its_values():
     _validation.check_choice("split", "tset", {"train": 0, "test": 1})
   with pytest.raises(ValueError, match=r"must be one of 'a', 'b', got kind=None\.$"):
     _validation.check_choice("kind", None, ("a", "b"))
+
+
+def test_a_number_that_does_not_divide_is_refused_with_the_next_that_does():
+  _validation.check_multiple("rows", 8, 4, "the parts of a mesh")
+  with pytest.raises(ValueError, match=re.escape("*rows* must be a multiple of 4, the parts of a mesh, got rows=9; ")):
+    _validation.check_multiple("rows", 9, 4, "the parts of a mesh")
+  with pytest.raises(ValueError, match="the next is rows=12"):
+    _validation.check_multiple("rows", 9, 4, "the parts of a mesh")

@@ -170,8 +170,12 @@ def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
 def _split_by_host(mesh: Mesh) -> tuple[Mesh, dict[str, int]]:
   """Returns the learner mesh, each axis split into hosts and devices of a host, and the hosts of each axis.
 
-  The devices are in order of process, so that a host has the innermost axes as far as they fill its devices.
+  Hosts that hold all blocks need no split. Otherwise, since devices are in order of process, a host has the innermost
+  axes as far as they fill its devices.
   """
+  processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+  if all(np.any(processes == process, axis=mesh.axis_names.index("data")).all() for process in set(processes.flat)):
+    return mesh, dict.fromkeys(mesh.axis_names, 1)
   free = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
   hosts = {}
   for axis, size in reversed(mesh.shape.items()):
@@ -180,8 +184,6 @@ def _split_by_host(mesh: Mesh) -> tuple[Mesh, dict[str, int]]:
       break
     hosts[axis] = max(1, size // free)
     free = max(1, free // size)
-  if set(hosts.values()) == {1}:
-    return mesh, hosts
   names = [name for axis in mesh.axis_names for name in (f"hosts of {axis}", axis)]
   sizes = [size for axis, whole in mesh.shape.items() for size in (hosts[axis], whole // hosts[axis])]
   return named_mesh(mesh.devices.reshape(sizes), names), hosts
