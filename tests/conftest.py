@@ -1,21 +1,25 @@
 """Every test sees eight CPU devices, no network, and silent rank promotion is an error."""
 
+import importlib.metadata
 import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Most of the time of these tests is compilation, and many compile the same programs, also in processes of their own.
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and refuse the flag
+  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ |= {
+  "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"),
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+}
 
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Most of the time of these tests is compilation, and many compile the same programs.
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_collection_modifyitems(items):

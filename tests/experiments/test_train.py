@@ -89,12 +89,8 @@ def arguments(name, run_dir):
 
 def start(name, run_dir):
   """The command in a process of its own, on two devices."""
-  environment = os.environ | {
-    "PYTHONPATH": str(ROOT),
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-  }
+  flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # the last one counts
+  environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
   command = [sys.executable, "-m", "experiments.train", *arguments(name, run_dir)]
   return subprocess.Popen(
     command, cwd=run_dir.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

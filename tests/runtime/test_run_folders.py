@@ -24,15 +24,8 @@ from async_rl.runtime import _session
 
 
 def process_environment():
-  """The environment of another process that shall compute what this one does, from the same compiled programs."""
-  settings = (
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-    "jax_disable_most_optimizations",
-  )
-  path = os.pathsep.join(entry for entry in sys.path if entry)
-  return os.environ | {"PYTHONPATH": path} | {name.upper(): str(jax.config.values[name]) for name in settings}
+  """The environment of another process that shall find what this one imports."""
+  return os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
 def all_rows(folder):
