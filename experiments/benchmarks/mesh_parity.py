@@ -1,6 +1,6 @@
 """Compares sampling and learning on every mesh of this machine's devices with one device.
 
-    python -m experiments.benchmarks.mesh_parity            # two GPUs or more, about 4 minutes
+    python -m experiments.benchmarks.mesh_parity            # two GPUs or more, about 10 minutes, most of them compilation
     python -m experiments.benchmarks.mesh_parity --smoke    # any machine, a minute on two forced CPU devices
 
 A random policy with grouped-query attention draws 256 samples on each generation mesh and takes a learner step over
@@ -166,6 +166,7 @@ def format_row(row: dict[str, Any]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="only this compute dtype")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_parity.json"))
   args = parser.parse_args()
   if len(jax.devices()) < 2:
@@ -174,9 +175,11 @@ def main() -> None:
   print(f"{len(jax.devices())} x {jax.devices()[0].device_kind}, jax {jax.__version__}")
   print("dtype    data fsdp tensor    equal   logprob  gradient      loss  s-l mean")
   rows: list[dict[str, Any]] = []
-  with jax.default_matmul_precision("highest"):
-    rows += compare_dtype(model, "float32", sizes)
-  rows += compare_dtype(model, "bfloat16", sizes)
+  if args.dtype != "bfloat16":
+    with jax.default_matmul_precision("highest"):
+      rows += compare_dtype(model, "float32", sizes)
+  if args.dtype != "float32":
+    rows += compare_dtype(model, "bfloat16", sizes)
   result = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__, "rows": rows}
   args.out.write_text(json.dumps(result, indent=1) + "\n")
 

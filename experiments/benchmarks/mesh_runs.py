@@ -3,8 +3,8 @@
     python -m experiments.benchmarks.mesh_runs                # two GPUs or more, about 4 minutes
     python -m experiments.benchmarks.mesh_runs --forced 2     # any machine, on two forced CPU devices
 
-Every run is `experiments.train quickstart` in a process of its own, in float32 with exact products, from the same
-random weights after the same supervised steps. `sync` and `simulated` runs draw the same samples on every mesh but for
+Every run is `experiments.train quickstart` in a process of its own, in float32 with exact products, from the weights of
+one run that made the supervised warm start. `sync` and `simulated` runs draw the same samples on every mesh but for
 rounding, so their metrics must agree with those on one device; `async` runs depend on time, so they must only keep the
 bound of the lag. Prints a row per run and writes mesh_runs.json.
 
@@ -34,10 +34,10 @@ class Run(NamedTuple):
 
   mode: str
   devices: int
-  options: dict[str, int]
+  options: tuple[tuple[str, int], ...]
 
   def __str__(self) -> str:
-    meshes = " ".join(f"{name}={value}" for name, value in self.options.items())
+    meshes = " ".join(f"{name}={value}" for name, value in self.options)
     return f"{self.mode:9} {self.devices} {meshes}"
 
 
@@ -45,36 +45,32 @@ def runs_of(count: int) -> list[Run]:
   """Returns the runs on `count` devices, each mode's run on one device first."""
   runs = []
   for mode in ("sync", "simulated"):
-    runs.append(Run(mode, 1, {}))
-    runs += [Run(mode, count, {"generation_devices": 0, **axes}) for axes in ({}, {"fsdp": count}, {"tensor": count})]
-    runs.append(Run(mode, count, {"generation_devices": count // 2}))
-  return [
-    *runs,
-    Run("async", count, {"generation_devices": 0}),
-    Run("async", count, {"generation_devices": count // 2}),
-  ]
+    runs.append(Run(mode, 1, ()))
+    fsdp, tensor, generation_tensor = (("fsdp", count),), (("tensor", count),), (("generation_tensor", count),)
+    shared = ((), fsdp, tensor, fsdp + generation_tensor)
+    runs += [Run(mode, count, (("generation_devices", 0), *axes)) for axes in shared]
+    runs.append(Run(mode, count, (("generation_devices", count // 2),)))
+  return runs + [Run("async", count, (("generation_devices", sampling),)) for sampling in (0, count // 2)]
 
 
-def train(run: Run, folder: pathlib.Path, steps: int, forced: bool) -> list[dict[str, Any]]:
-  """Returns the metrics of a run's steps."""
+def train(run: Run, folder: pathlib.Path, forced: bool, **options: Any) -> list[dict[str, Any]]:
+  """Returns the metrics of the steps of a run of quickstart, in a process of its own; `options` are of its command."""
   environment = os.environ | {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+    "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
   }
   if forced:
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={run.devices}"
   else:
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(run.devices)))
-  run_dir = folder / str(run).replace(" ", "-")
-  options = {"run_dir": run_dir, "mode": run.mode, "max_lag": 2, "steps": steps, "warm_accuracy": 0.2, "seed": 1}
-  options |= {"eval_prompts": 32, "eval_every": 0, **run.options}
+  options = {"run_dir": folder, "mode": run.mode, "max_lag": 2, "eval_prompts": 0, **dict(run.options), **options}
   flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
   command = [sys.executable, "-m", "experiments.train", "quickstart", *flags]
   done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
   if done.returncode:
     raise RuntimeError(f"{run} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
-  return [row for row in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in row]
+  return [row for row in read_metrics(folder / "metrics.jsonl") if "reward/mean" in row]
 
 
 def compare(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> dict[str, float]:
@@ -105,14 +101,20 @@ def main() -> None:
   runs = runs_of(count)
   with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
     path = pathlib.Path(folder)
-    rows = dict(zip(map(str, runs), pool.map(lambda run: train(run, path, args.steps, bool(args.forced)), runs)))
+    train(Run("sync", 1, ()), path / "warm", bool(args.forced), steps=1)
+
+    def train_from_there(numbered: tuple[int, Run]) -> list[dict[str, Any]]:
+      number, run = numbered
+      return train(run, path / str(number), bool(args.forced), steps=args.steps, init_from=path / "warm", seed=1)
+
+    rows = dict(zip(runs, pool.map(train_from_there, enumerate(runs)), strict=True))
   results = []
   for run in runs:
-    found = rows[str(run)]
+    found = rows[run]
     result: dict[str, Any] = {"run": str(run), "lag": max(row["staleness/max"] for row in found)}
     result["seconds"] = statistics.median(row["time/step"] for row in found[len(found) // 2 :])
     if run.mode != "async":
-      result |= compare(found, rows[str(Run(run.mode, 1, {}))])
+      result |= compare(found, rows[Run(run.mode, 1, ())])
     results.append(result)
     values = " ".join(f"{name} {value:.2g}" for name, value in result.items() if name != "run")
     print(f"{run!s:60} {values}")
