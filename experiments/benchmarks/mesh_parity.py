@@ -1,6 +1,6 @@
 """Compares sampling and learning on every mesh of this machine's devices with one device.
 
-    python -m experiments.benchmarks.mesh_parity            # two GPUs or more, about 10 minutes, most of them compilation
+    python -m experiments.benchmarks.mesh_parity            # two GPUs or more, 10 minutes, mostly compilation
     python -m experiments.benchmarks.mesh_parity --smoke    # any machine, a minute on two forced CPU devices
 
 A random policy with grouped-query attention draws 256 samples on each generation mesh and takes a learner step over
