@@ -22,4 +22,4 @@ if [ $# -eq 0 ]; then
   .venv/neighbors/bin/python "${pytest[@]}" "${beside[@]}"
   set -- "${beside[@]/#/--ignore=}"
 fi
-exec "$PYTHON" "${pytest[@]}" -n 2 --dist loadfile "$@"
+exec "$PYTHON" "${pytest[@]}" -n 2 --dist loadfile --no-loadscope-reorder "$@"
