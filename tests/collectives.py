@@ -79,8 +79,9 @@ def _groups(line):
     ids = np.arange(math.prod(of)).reshape(of).transpose(order)
     return tuple(map(tuple, ids.reshape(shape).tolist()))
   if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
-    sizes = [int(size) for size in re.findall(r"=(\d+)", match[1])]
-    joined = [int(axis) for axis in re.findall(r"axis_(\d+)", match[2])]
+    axes = {name: int(size) for name, size in re.findall(r"(\w+)'?=(\d+)", match[1])}
+    sizes = list(axes.values())
+    joined = [list(axes).index(name) for name in re.findall(r"\w+", match[2])]
     ids = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), joined, range(-len(joined), 0))
     return tuple(map(tuple, ids.reshape(-1, math.prod(sizes[axis] for axis in joined)).tolist()))
   return ()
