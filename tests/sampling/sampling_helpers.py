@@ -36,14 +36,17 @@ def make(dtype="float32"):
   return policy, jax.tree.map(lambda x: 1.2 * x, params)
 
 
-@functools.cache
 def engine_of(dtype="float32", **options):
-  """Engines are kept for their compiled programs; every test leaves them idle."""
-  policy, params = make(dtype)
-  config = sampling.SamplerConfig(**{**vars(CONFIG), **options})
-  engine = sampling.Engine(policy, config, STOPS, pad_id=0)
-  engine.set_weights(params, 3)
+  """An engine with the weights of `make`. It is kept for its compiled programs; every test leaves it idle."""
+  engine = _kept_engine(dtype, **options)
+  engine.set_weights(make(dtype)[1], 3)
   return engine
+
+
+@functools.cache
+def _kept_engine(dtype, **options):
+  config = sampling.SamplerConfig(**{**vars(CONFIG), **options})
+  return sampling.Engine(make(dtype)[0], config, STOPS, pad_id=0)
 
 
 def requests_of(tickets, seed=0, longest=20):
