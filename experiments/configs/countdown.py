@@ -21,6 +21,8 @@ from experiments.configs._pretrained import Pretrained
 class Options:
   #: Least and most numbers of a problem.
   numbers: tuple[int, int] = (3, 4)
+  #: Problems of the training split, generated at every start, 100 to 200 a second.
+  problems: int = 8192
   #: Policy loss, a name in `losses.CORRECTIONS`.
   objective: str = "topr"
   #: Advantages, a name in `losses.ADVANTAGES`.
@@ -44,7 +46,7 @@ def build(options: Options) -> runtime.Experiment:
   return runtime.Experiment(
     name="countdown",
     options=options,
-    task=tasks.ReasoningGym("countdown", options={"min_numbers": least, "max_numbers": most}),
+    task=tasks.ReasoningGym("countdown", options={"min_numbers": least, "max_numbers": most}, train=options.problems),
     tokenizer=weights.tokenizer(),
     policy=weights.policy(),
     start=weights.load,
@@ -59,5 +61,5 @@ def build(options: Options) -> runtime.Experiment:
 
 SMOKE = dict(
   steps=3, groups=2, samples=2, slots=4, max_completion_tokens=32, rows=2, row_tokens=288,
-  eval_prompts=0, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1,
+  eval_prompts=0, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1, problems=64,
 )  # fmt: skip
