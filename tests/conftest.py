@@ -1,13 +1,15 @@
 """Every test sees eight CPU devices, no network, and silent rank promotion is an error."""
 
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # Most of the time of these tests is compilation, and many compile the same programs, also in processes of their own.
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and refuse the flag
+# Later versions of jaxlib, and of libtpu beside it, have no other emitters and refuse the flag.
+if importlib.metadata.version("jaxlib").startswith("0.10.") and importlib.util.find_spec("libtpu") is None:
   os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ |= {
   "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from async_rl.types import LENGTH
@@ -60,6 +61,25 @@ class BatchShape:
   def capacity(self) -> int:
     """M, resolved."""
     return self.micro_batches or -(-self.sequences // self.rows)
+
+  def abstract(self) -> Batch:
+    """Returns the shapes and dtypes of `pack`'s result, as ShapeDtypeStructs."""
+    token_plane = jax.ShapeDtypeStruct((self.capacity, self.rows, self.row_tokens), np.int32)
+    loss_plane = (self.sequences, self.completion_tokens)
+    return Batch(
+      tokens=token_plane,
+      segments=token_plane,
+      positions=token_plane,
+      used=jax.ShapeDtypeStruct((), np.int32),
+      index=jax.ShapeDtypeStruct(loss_plane, np.int32),
+      micro=jax.ShapeDtypeStruct((self.sequences,), np.int32),
+      mask=jax.ShapeDtypeStruct(loss_plane, np.bool_),
+      logprobs=jax.ShapeDtypeStruct(loss_plane, np.float32),
+      versions=jax.ShapeDtypeStruct(loss_plane, np.int32),
+      rewards=jax.ShapeDtypeStruct((self.sequences,), np.float32),
+      groups=jax.ShapeDtypeStruct((self.sequences,), np.int32),
+      truncated=jax.ShapeDtypeStruct((self.sequences,), np.bool_),
+    )
 
 
 def pack(groups: Sequence[Group], shape: BatchShape) -> Batch:

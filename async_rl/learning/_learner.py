@@ -124,9 +124,30 @@ class Learner(PlacedModel):
     trainable = models.split_trainable(state.params)[0]
     return _with_frozen(state.params, stabilizers.leading_params(trainable, state.opt_state))
 
+  def trace_step(self, reference: bool = False) -> jax.stages.Traced:
+    """Traces the step from shapes alone, for a mesh of devices that need not be there.
+
+    Args:
+      reference: whether a reference policy was set.
+    """
+    return self._step.trace(self.abstract(), self._abstract_batch(), self.abstract_reference() if reference else None)
+
+  def trace_score(self) -> jax.stages.Traced:
+    """Traces the scoring of a whole batch, likewise."""
+    return self._score_batch.trace(self.abstract().params, self._abstract_batch())
+
+  def abstract_reference(self) -> models.Params:
+    """Returns the shapes, dtypes and shardings of a reference policy's trained parameters."""
+    trained = models.split_trainable(self.policy.abstract())[0]
+    used = jax.eval_shape(functools.partial(models.as_used, dtype=self.policy.dtype), trained)
+    return models.with_shardings(used, models.split_trainable(self.state_shardings.params)[0])
+
   def compilations(self) -> int:
     """How many programs the step has been compiled to; 1 after the first call, and it should stay so."""
     return self._step._cache_size()  # type: ignore[attr-defined]
+
+  def _abstract_batch(self) -> Batch:
+    return models.with_shardings(self.shape.abstract(), self.batch_shardings)
 
   # What is jitted.
 

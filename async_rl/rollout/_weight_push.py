@@ -7,6 +7,7 @@ generation devices gather them (`gather`). Layers travel stacked, in few large a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class WeightPush:
       Route(x.shape, source.sharding, _of_stack(target) if layers else target)
       for (_, x), (source, target, layers) in zip(arrays, ends, strict=True)
     ]
+    self._abstract = abstract
+    self._dtypes = [x.dtype for _, x in arrays]
     sizes = [x.size * x.dtype.itemsize for _, x in arrays]
     self.nbytes = sum(sizes)
     self._groups = _group(sizes, _GROUP_BYTES)
@@ -88,6 +91,18 @@ class WeightPush:
       layers += program(arrived.pop(0))
     tree = jax.tree.unflatten(self._tree, layers)
     return {part: _unstack(tree[part], self._depths[part]) if part in self._depths else tree[part] for part in tree}
+
+  def trace(self) -> dict[str, Callable[[], jax.stages.Traced]]:
+    """Returns functions that trace the programs of a push from shapes alone: "stage", and "gather" of every group."""
+
+    def trace_gather(program: Any, group: Sequence[int]) -> jax.stages.Traced:
+      return program.trace([self._routes[i].abstract_arrived(self._dtypes[i]) for i in group])
+
+    gathers = {
+      "gather" if len(self._groups) == 1 else f"gather {i}": functools.partial(trace_gather, program, group)
+      for i, (program, group) in enumerate(zip(self._gather, self._groups, strict=True))
+    }
+    return {"stage": lambda: self._stage.trace(self._abstract), **gathers}
 
   def _join(self, group: Sequence[int], arrived: list[list[Array]]) -> list[Any]:
     """Returns every array of a group, or the list of its layers. Traceable."""

@@ -135,8 +135,16 @@ class Route:
 
   def arrive(self, blocks: Sequence[Sequence[Array]]) -> list[Array]:
     """Returns each wave as one array on the generation mesh, from its blocks on the devices in their order."""
-    shape = [size // waves for size, waves in zip(self._sizes, self._waves, strict=True)]
-    return [jax.make_array_from_single_device_arrays(tuple(shape), self._arrival, list(wave)) for wave in blocks]
+    shape = self._wave_shape()
+    return [jax.make_array_from_single_device_arrays(shape, self._arrival, list(wave)) for wave in blocks]
+
+  def abstract_arrived(self, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and shardings of the result of `arrive`."""
+    wave = jax.ShapeDtypeStruct(self._wave_shape(), dtype, sharding=self._arrival)
+    return [wave] * math.prod(self._waves)
+
+  def _wave_shape(self) -> tuple[int, ...]:
+    return tuple(size // waves for size, waves in zip(self._sizes, self._waves, strict=True))
 
   def join(self, waves: Sequence[Array]) -> Array:
     """Returns the array, laid out as `target`, from what arrived. Traceable."""

@@ -33,4 +33,8 @@ from async_rl.runtime._stages import StageInputs
 from async_rl.runtime._stages import restore_or_make
 from async_rl.runtime._step_log import Diverged
 from async_rl.runtime._supervised import SupervisedStage
+from async_rl.runtime._trace import RunProgram
+from async_rl.runtime._trace import RunTrace
+from async_rl.runtime._trace import bytes_per_device
+from async_rl.runtime._trace import trace_run
 from async_rl.runtime._watch import HostError

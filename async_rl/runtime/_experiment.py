@@ -138,15 +138,20 @@ class Experiment:
 
   # What is made on devices and in folders.
 
-  def make_meshes(self) -> Meshes:
-    """Splits the devices into a generation mesh and a learner mesh."""
-    devices = self.options.devices
+  def make_meshes(self, devices: Sequence[jax.Device] | None = None) -> Meshes:
+    """Splits the devices into a generation mesh and a learner mesh.
+
+    Args:
+      devices: all devices of all processes; the default is `jax.devices()`.
+    """
+    split = self.options.devices
     shared = self.options.schedule.mode == "sync"
     return make_meshes(
-      0 if shared else devices.generation_devices,
-      fsdp=devices.fsdp,
-      tensor=devices.tensor,
-      generation_tensor=devices.generation_tensor,
+      0 if shared else split.generation_devices,
+      fsdp=split.fsdp,
+      tensor=split.tensor,
+      generation_tensor=split.generation_tensor,
+      devices=devices,
     )
 
   def make_learner(self, mesh: jax.sharding.Mesh) -> learning.Learner:
@@ -170,11 +175,15 @@ class Experiment:
 
     Weights are split as on generation meshes, as far as the number of devices allows. Slots are rounded up to it.
     """
+    return self.make_sampler(*self.evaluation_setup(learner_mesh))
+
+  def evaluation_setup(self, learner_mesh: jax.sharding.Mesh) -> tuple[sampling.SamplerConfig, jax.sharding.Mesh]:
+    """Returns the sizes and the mesh of the sampler of evaluations."""
     local = [d for d in learner_mesh.devices.flat if d.process_index == jax.process_index()]
     devices, config = self.options.devices, self.evaluation_config
     mesh = make_mesh(local, tensor=math.gcd(len(local), devices.generation_tensor or devices.tensor))
     data = mesh.shape["data"]
-    return self.make_sampler(dataclasses.replace(config, slots=-(-config.slots // data) * data), mesh)
+    return dataclasses.replace(config, slots=-(-config.slots // data) * data), mesh
 
   def make_stage_inputs(self, rewards: tasks.RewardPool, hosts: Hosts | None = None) -> StageInputs:
     """Makes the objects of a run that stages may use.

@@ -104,44 +104,61 @@ class Programs:
   def prepare(self) -> Callable[..., Any]:
     """Returns the program of `prepare_weights`: raw params -> params."""
     function = functools.partial(prepare_weights, self._policy)
-    return self._get(("prepare",), lambda: jax.jit(function, out_shardings=self.param_shardings).lower(self.raw_params))
+    jitted = jax.jit(function, out_shardings=self.param_shardings)
+    return self._get(("prepare",), lambda: jitted.trace(self.raw_params))
 
   def prefill(self, prefix: int) -> Callable[..., Any]:
     """Returns the program of `_decode.prefill` at this padded length: params, tokens -> keys and values."""
-    function = functools.partial(_decode.prefill, self._policy)
-    tokens = self._integers((self.prefill_rows(prefix), prefix), self.rows)
-    return self._get(
-      ("prefill", prefix), lambda: jax.jit(function, out_shardings=self.heads).lower(self.params, tokens)
-    )
+    return self._get(("prefill", prefix), lambda: self._trace_prefill(prefix))
 
   def put(self, prefix: int, length: int) -> Callable[..., Any]:
     """Returns the program of `_decode.put` at these lengths: a layer's cache (donated), new, rows, slots -> cache."""
-    rows = self.prefill_rows(prefix)
-    index = self._integers((rows * self._config.group_size,), self.whole)
-    layers = self._layer(self._config.slots, length, self.cache), self._layer(rows, prefix, self.heads)
-    prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
-    function = functools.partial(_decode.put, prefixes)
-    jitted = jax.jit(function, donate_argnums=0, out_shardings=self.cache)
-    return self._get(("put", prefix, length), lambda: jitted.lower(*layers, index, index))
+    return self._get(("put", prefix, length), lambda: self._trace_put(prefix, length))
 
   def resize(self, old: int, new: int) -> Callable[..., Any]:
     """Returns the program of `_decode.resize`: a layer's cache -> a layer's cache."""
     jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self.cache)
-    return self._get(("resize", old, new), lambda: jitted.lower(self._layer(self._config.slots, old, self.cache)))
+    return self._get(("resize", old, new), lambda: jitted.trace(self.layer(old)))
 
   def decode(self, length: int) -> Callable[..., Any]:
     """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version -> cache, drawn."""
+    return self._get(("decode", length), lambda: self._trace_decode(length))
+
+  def trace_longest(self) -> dict[str, Callable[[], jax.stages.Traced]]:
+    """Returns functions that trace, from shapes alone, the programs of the longest prompts and the longest cache."""
+    prefix, length = self._config.prompt_lengths[-1], self._config.capacity
+    return {
+      "prefill": lambda: self._trace_prefill(prefix),
+      "put": lambda: self._trace_put(prefix, length),
+      "decode": lambda: self._trace_decode(length),
+    }
+
+  def layer(self, length: int) -> Any:
+    """Returns one layer of an abstract cache of this length."""
+    return self._layer(self._config.slots, length, self.cache)
+
+  def _trace_prefill(self, prefix: int) -> jax.stages.Traced:
+    tokens = self._integers((self.prefill_rows(prefix), prefix), self.rows)
+    jitted = jax.jit(functools.partial(_decode.prefill, self._policy), out_shardings=self.heads)
+    return jitted.trace(self.params, tokens)
+
+  def _trace_put(self, prefix: int, length: int) -> jax.stages.Traced:
+    rows = self.prefill_rows(prefix)
+    index = self._integers((rows * self._config.group_size,), self.whole)
+    prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
+    jitted = jax.jit(functools.partial(_decode.put, prefixes), donate_argnums=0, out_shardings=self.cache)
+    return jitted.trace(self.layer(length), self._layer(rows, prefix, self.heads), index, index)
+
+  def _trace_decode(self, length: int) -> jax.stages.Traced:
     function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
-    cache = (self._layer(self._config.slots, length, self.cache),) * self._policy.config.num_layers
+    cache = (self.layer(length),) * self._policy.config.num_layers
     slots = with_shardings(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
     jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
-    return self._get(
-      ("decode", length), lambda: jitted.lower(self.params, cache, slots, self._integers((), self.whole))
-    )
+    return jitted.trace(self.params, cache, slots, self._integers((), self.whole))
 
-  def _get(self, key: tuple[Any, ...], lower: Callable[[], Any]) -> Callable[..., Any]:
+  def _get(self, key: tuple[Any, ...], trace: Callable[[], jax.stages.Traced]) -> Callable[..., Any]:
     if key not in self._compiled:
-      self._compiled[key] = lower().compile()
+      self._compiled[key] = trace().lower().compile()
     return self._compiled[key]
 
   def _integers(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -142,3 +142,9 @@ def test_a_sample_whose_reward_failed_is_masked_and_of_no_group():
 def test_shape_fields_are_checked(field):
   with pytest.raises(ValueError, match=f"{field}=0"):
     learning.BatchShape(**(dict(sequences=2, row_tokens=20, rows=1, completion_tokens=12) | {field: 0}))
+
+
+def test_the_abstract_batch_is_like_a_packed_one():
+  shape = learning.BatchShape(sequences=16, row_tokens=33, rows=3, completion_tokens=12)
+  batch = learning.pack(make_groups(), shape)
+  assert [(x.shape, x.dtype) for x in batch] == [(x.shape, x.dtype) for x in shape.abstract()]

@@ -7,7 +7,6 @@ import re
 import jax
 import optax
 import pytest
-from collectives import read_collectives
 from jax._src.cudnn import fused_attention_stablehlo
 from learning_helpers import ADAPTED
 from learning_helpers import POLICY
@@ -18,6 +17,7 @@ from learning_helpers import shape_of
 
 from async_rl import learning
 from async_rl import models
+from experiments.plan._hlo_costs import count_compiled
 
 
 def lower_step(learner, **options):
@@ -29,7 +29,7 @@ def lower_step(learner, **options):
 @pytest.mark.parametrize("policy", [POLICY, ADAPTED], ids=["weights", "adapters"])
 def test_one_sum_of_all_gradients_crosses_the_data_axis(policy):
   learner = make_learner(shape_of(), make_mesh(data=2, fsdp=2), optax.sgd(0.1), policy)
-  crossing = [x for x in read_collectives(lower_step(learner).compile().as_text()) if x.joins(0, 2)]
+  crossing = [x for x in count_compiled(lower_step(learner).compile().as_text()).exchanges if x.joins(0, 2)]
   loss_plane = 4 * learner.shape.sequences * learner.shape.completion_tokens
   assert max(x.nbytes for x in crossing if x.loops) <= 2 * loss_plane  # log-probabilities and entropies
   trained = jax.tree.leaves(models.split_trainable(learner.abstract().params)[0])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from collectives import read_collectives
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -21,6 +20,7 @@ from async_rl import learning
 from async_rl import models
 from async_rl import rollout
 from async_rl import sampling
+from experiments.plan._hlo_costs import count_compiled
 
 pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
 
@@ -73,7 +73,7 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(chips, 
   policy = models.Policy(BIG_TABLE, attention="xla", lora=lora)
   learner = make_learner(shape_of(rows=4, row_tokens=32), mesh, optax.sgd(0.1), policy, head_chunk=32)
   batch = models.with_shardings(learning.pack(make_groups(), learner.shape), learner.batch_shardings)
-  found = read_collectives(learner._step.lower(learner.abstract(), batch, None).compile().as_text())
+  found = count_compiled(learner._step.lower(learner.abstract(), batch, None).compile().as_text()).exchanges
   loss_plane = 4 * learner.shape.sequences * 128  # completions are padded to whole tiles
   assert max(x.nbytes for x in found if x.loops and x.joins(0, 2)) <= 2 * loss_plane
   trained = jax.tree.leaves(models.split_trainable(learner.abstract().params)[0])
@@ -105,7 +105,7 @@ def test_learner_chips_stage_their_own_part_of_a_push(chips, hosts, generation, 
   assert memory.output_size_in_bytes <= 1.01 * parts * 2 * own
   if parts == 1:
     assert memory.temp_size_in_bytes == 0
-    assert read_collectives(program.as_text()) == []
+    assert count_compiled(program.as_text()).exchanges == []
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4 one host", "v6e:4x4", "v5p:2x2x2"])

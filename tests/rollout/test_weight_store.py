@@ -90,6 +90,23 @@ SPLITS = {
 }
 
 
+@pytest.mark.parametrize("split", ["equal sizes, tensor 2", "more learners, both axes", "fewer learners, other tensor"])
+def test_the_programs_of_a_push_are_known_before_its_arrays(split):
+  meshes = make_meshes(**SPLITS[split])
+  params = make_params(meshes)
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+  push = _weight_push.WeightPush(abstract, POLICY.dtype, weight_shardings(meshes.generation))
+  traces = push.trace()
+  assert list(traces) == ["stage", "gather"]
+  arrived = push.copy(push.stage(params))
+  expected = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(arrived)]
+  gather = traces["gather"]()
+  compiled = gather.lower().compile()
+  got = jax.tree.leaves(compiled.input_shardings)
+  assert all(a.is_equivalent_to(b, len(shape)) for a, (shape, _, b) in zip(got, expected, strict=True))
+  assert [(x.shape, x.dtype) for x in jax.tree.leaves(gather.in_avals)] == [x[:2] for x in expected]
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_arrives_equal_and_in_the_wanted_layout(split, transfers_are_explicit_and_direct):
   meshes = make_meshes(**SPLITS[split])

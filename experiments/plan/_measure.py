@@ -1,0 +1,131 @@
+"""Compiles and counts the programs of a run: `python -m experiments.plan._measure` is the child of a plan.
+
+Reads a `Request` from its input and the names of programs from its arguments, none for all. Prints a JSON object per
+line: what stays in memory, then for every program that it begins, and what it costs. The compiler may abort, so that
+whoever started it knows the program at which it did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from async_rl import runtime
+from experiments.plan import _hlo_costs
+from experiments.plan import _jaxpr_costs
+from experiments.plan._chips import Chip
+from experiments.plan._request import Request
+from experiments.plan._request import micro_batches
+from experiments.plan._summary import Summary
+from experiments.plan._summary import summarize
+
+
+def cache_folder() -> pathlib.Path:
+  """Returns the folder of the costs of compiled programs: `plans` in $ASYNC_RL_CACHE, by default ~/.cache/async_rl."""
+  cache = os.environ.get("ASYNC_RL_CACHE") or pathlib.Path.home() / ".cache" / "async_rl"
+  return pathlib.Path(cache).expanduser() / "plans"
+
+
+def loop_turns(request: Request, experiment: runtime.Experiment, program: str) -> float:
+  """Returns the turns of a program's loops that depend on data."""
+  if program == "decode":
+    return experiment.sampler_config.chunk
+  return micro_batches(experiment, request.prompt_tokens + request.completion_tokens)
+
+
+def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: float) -> Summary:
+  """Returns the costs of a program, compiled where a TPU's compiler is at hand, and kept for the next time.
+
+  Raises:
+    Exception: whatever the compiler says, such as that the memory does not suffice.
+  """
+  traced = program.trace()
+  if not chip.is_tpu:
+    operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices))
+    return summarize(operations, kernels, [], chip, devices, {})
+  lowered = traced.lower()
+  file = cache_folder() / f"{_key(lowered.as_text(), chip, devices, turns)}.json"
+  if file.exists():
+    return Summary(**json.loads(file.read_text()))
+  compiled = lowered.compile()
+  memory = compiled.memory_analysis()
+  costs = _hlo_costs.count_compiled(compiled.as_text(), turns)
+  kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices))[1]
+  summary = summarize(
+    costs.operations,
+    kernels,
+    costs.exchanges,
+    chip,
+    devices,
+    {
+      "arguments": memory.argument_size_in_bytes,
+      "outputs": memory.output_size_in_bytes,
+      "aliased": memory.alias_size_in_bytes,
+      "temporaries": memory.temp_size_in_bytes,
+      "code": memory.generated_code_size_in_bytes,
+    },
+  )
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(json.dumps(dataclasses.asdict(summary)))
+  return summary
+
+
+def _key(text: str, chip: Chip, devices: list[Any], turns: float) -> str:
+  """Returns a name of a program for a set of devices, of the compiler, and of the code that counts."""
+  text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
+  places = [(d.id, d.process_index, getattr(d, "coords", None), getattr(d, "slice_index", 0)) for d in devices]
+  code = "".join(file.read_text() for file in sorted(pathlib.Path(__file__).parent.glob("*.py")))
+  parts = (text, str(chip), str(places), str(turns), code, importlib.metadata.version("libtpu"), jax.__version__)
+  return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+  """Yields what stays in memory; then the name of each program, and its costs as soon as they are known."""
+  target, experiment = request.target, request.experiment()
+  trace = runtime.trace_run(experiment, target.devices())
+  sides = {"learner": trace.meshes.learner, "generation": trace.meshes.generation}
+  yield dict(
+    resident={
+      side: {kind: runtime.bytes_per_device(arrays) for kind, arrays in kinds.items()}
+      for side, kinds in trace.resident.items()
+    },
+    meshes={side: dict(mesh.shape) for side, mesh in sides.items()},
+    hosts=len({d.process_index for d in trace.meshes.learner.devices.flat}),
+    colocated=trace.meshes.colocated,
+    layers=experiment.policy.config.num_layers,
+    parameters=sum(x.size for x in jax.tree.leaves(experiment.policy.abstract())),
+    programs=list(trace.programs),
+  )
+  for name in names or trace.programs:
+    program = trace.programs[name]
+    yield {"program": name}
+    start = time.monotonic()
+    result: dict[str, Any] = {
+      "side": program.side,
+      "resident": runtime.bytes_per_device(program.resident),
+      "makes": None if program.makes is None else runtime.bytes_per_device(program.makes),
+    }
+    try:
+      devices = list(sides[program.side].devices.flat)
+      summary = measure(program, target.chip, devices, loop_turns(request, experiment, name))
+      result["costs"] = dataclasses.asdict(summary)
+    except Exception as error:
+      result["error"] = f"{type(error).__name__}: {error}"
+    yield {"program": name, "seconds": round(time.monotonic() - start, 1), **result}
+
+
+if __name__ == "__main__":
+  for message in messages(Request.from_json(sys.stdin.read()), sys.argv[1:]):
+    print(json.dumps(message), flush=True)

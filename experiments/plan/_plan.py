@@ -1,0 +1,176 @@
+"""The plan of a run: what each program needs and takes, and whether it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+from typing import Literal
+
+from experiments.plan._children import measure_all
+from experiments.plan._request import Request
+from experiments.plan._summary import Summary
+from experiments.plan._summary import extrapolate
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """One program of the run.
+
+  Attributes:
+    name: its name.
+    side: the devices that it runs on, "learner" or "generation".
+    costs: what it costs on one chip; `None` if it was not compiled.
+    needed: the bytes of a chip's memory while it runs, with all that stays there; `None` if unknown.
+    beside: those of them that neither stay nor are its arguments: temporaries, results, padding and code.
+    problem: why it was not compiled; `None` if it was.
+    seconds: the time that the compiler took.
+  """
+
+  name: str
+  side: str
+  costs: Summary | None
+  needed: float | None
+  beside: float | None
+  problem: str | None
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The plan of a run.
+
+  Attributes:
+    request: what was asked for.
+    layers: the number of layers of the model.
+    compiled: the numbers of layers that were compiled, if these are others; figures are then extrapolated.
+    parameters: the number of parameters of the model.
+    meshes: the sizes of the axes of the mesh of each side.
+    hosts: the number of hosts that learn.
+    colocated: whether both sides share their devices.
+    resident: for each side, the bytes that a chip holds all the time, by kind; padding aside.
+    programs: the programs.
+  """
+
+  request: Request
+  layers: int
+  compiled: tuple[int, ...]
+  parameters: int
+  meshes: dict[str, dict[str, int]]
+  hosts: int
+  colocated: bool
+  resident: dict[str, dict[str, float]]
+  programs: list[Program]
+
+  @property
+  def hbm(self) -> float:
+    """Returns the bytes of a chip's memory."""
+    return self.request.target.chip.hbm
+
+  def program(self, name: str) -> Program:
+    """Returns a program by its name."""
+    return next(program for program in self.programs if program.name == name)
+
+  def stays(self, side: str) -> float:
+    """Returns the bytes that stay in the memory of a chip of one side; of both, where they share their devices."""
+    sides = self.resident if self.colocated else {side: self.resident[side]}
+    return sum(sum(kinds.values()) for kinds in sides.values())
+
+  def fits(self, program: Program) -> Literal["yes", "no", "unknown"]:
+    """Returns whether a program fits into a chip's memory."""
+    if program.needed is None:
+      return "no" if self.stays(program.side) > self.hbm else "unknown"
+    return "yes" if program.needed <= self.hbm else "no"
+
+
+def make_plan(request: Request, limit: float, depths: tuple[int, int] | None = None) -> Plan:
+  """Makes the plan of a run.
+
+  Args:
+    request: the run and the devices.
+    limit: the seconds that the compilation of a program may take.
+    depths: two numbers of layers to compile with, from which the figures of all layers follow; `None` compiles the
+      model as it is.
+
+  Raises:
+    ValueError: if the run cannot be built; with the reason.
+  """
+  if depths is None:
+    head, results = measure_all(request, limit)
+    return _assemble(request, head, [results], (head["layers"],))
+  heads, found = [], []
+  for depth in depths:
+    head, results = measure_all(dataclasses.replace(request, layers=depth), limit)
+    heads.append(head)
+    found.append(results)
+  wanted = _layers_of(request)
+  head = heads[0] | {
+    "layers": wanted,
+    "parameters": round(_along(heads[0]["parameters"], heads[1]["parameters"], depths, wanted)),
+    "resident": {
+      side: {kind: _along(size, heads[1]["resident"][side][kind], depths, wanted) for kind, size in kinds.items()}
+      for side, kinds in heads[0]["resident"].items()
+    },
+  }
+  return _assemble(request, head, found, depths)
+
+
+def _layers_of(request: Request) -> int:
+  from async_rl import models
+
+  if request.layers is not None:
+    return request.layers
+  return models.named(request.model).num_layers if request.model else request.experiment().policy.config.num_layers
+
+
+def _along(a: float, b: float, depths: tuple[int, int], wanted: int) -> float:
+  return a + (b - a) * (wanted - depths[0]) / (depths[1] - depths[0])
+
+
+def _assemble(request: Request, head: dict[str, Any], found: list[dict[str, Any]], depths: tuple[int, ...]) -> Plan:
+  plan = Plan(
+    request,
+    head["layers"],
+    depths if depths != (head["layers"],) else (),
+    head["parameters"],
+    head["meshes"],
+    head["hosts"],
+    head["colocated"],
+    head["resident"],
+    [],
+  )
+  for name in head["programs"]:
+    if all(name in results for results in found):
+      plan.programs.append(_program(plan, name, [results[name] for results in found], depths))
+  return plan
+
+
+def _program(plan: Plan, name: str, results: list[dict[str, Any]], depths: tuple[int, ...]) -> Program:
+  side, seconds = results[0].get("side", ""), sum(x.get("seconds", 0.0) for x in results)
+  if problems := [x["error"] for x in results if "error" in x]:
+    needed = used_memory(problems[0]) if len(results) == 1 else None
+    return Program(name, side or _side(name), None, needed, None, problems[0], seconds)
+  costs = [Summary(**x["costs"]) for x in results]
+  resident, makes = results[0]["resident"], results[0]["makes"]
+  total = costs[0]
+  if len(depths) == 2:
+    pair, wanted = (depths[0], depths[1]), plan.layers
+    total = extrapolate(costs[0], costs[1], pair, wanted)
+    resident = _along(resident, results[1]["resident"], pair, wanted)
+    makes = None if makes is None else _along(makes, results[1]["makes"], pair, wanted)
+  if not total.arguments:
+    return Program(name, side, total, None, None, None, seconds)
+  beside = total.sum_of_memory - resident + max(0.0, (makes or 0.0) - total.outputs)
+  return Program(name, side, total, plan.stays(side) + beside, beside, None, seconds)
+
+
+def _side(name: str) -> str:
+  return "learner" if name in ("step", "score", "stage") else "generation"
+
+
+def used_memory(problem: str) -> float | None:
+  """Returns the bytes that the compiler said a program needs, if that was its problem."""
+  match = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", problem)
+  return float(match[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else None

@@ -1,0 +1,84 @@
+"""What is to be planned: a run, the devices, and the lengths to expect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from async_rl.runtime import Experiment
+from experiments import configs
+from experiments.plan._chips import Topology
+from experiments.plan._chips import parse_topology
+from experiments.plan._shapes import with_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A run to plan.
+
+  Attributes:
+    config: the name of the config, or the path of its file.
+    options: the values of all its options, by name.
+    topology: the accelerators of a slice, such as "v5e:4x4".
+    slices: the number of slices.
+    hosts: the number of hosts of a slice; `None` for the default.
+    model: the public model whose shape replaces the config's weights; `None` keeps these.
+    layers: the number of layers to plan with; `None` for the model's own.
+    prompt_tokens: the mean length of prompts.
+    completion_tokens: the mean length of completions.
+  """
+
+  config: str
+  options: dict[str, Any]
+  topology: str
+  slices: int = 1
+  hosts: int | None = None
+  model: str | None = None
+  layers: int | None = None
+  prompt_tokens: float = 0
+  completion_tokens: float = 0
+
+  def to_json(self) -> str:
+    """Returns the text that `from_json` reads."""
+    return json.dumps(dataclasses.asdict(self))
+
+  @classmethod
+  def from_json(cls, text: str) -> Request:
+    """Returns the request of a text."""
+    values = json.loads(text)
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in values["options"].items()}
+    return cls(**values | {"options": options})
+
+  @property
+  def target(self) -> Topology:
+    """Returns the accelerators."""
+    return parse_topology(self.topology, self.slices, self.hosts)
+
+  def experiment(self) -> Experiment:
+    """Builds the experiment; on GPUs with the flash kernel of TPUs, which computes what theirs does.
+
+    Raises:
+      ValueError: if options contradict each other, or there is no such model.
+      FileNotFoundError: if the config's weights are missing and no model is named.
+    """
+    config = configs.load(self.config)
+    options = config.options(**self.options)
+    experiment = config.experiment(options if self.model is None else with_model(options, self.model))
+    policy = experiment.policy
+    if self.layers is not None:
+      policy = dataclasses.replace(policy, config=dataclasses.replace(policy.config, num_layers=self.layers))
+    if not self.target.chip.is_tpu:
+      policy = dataclasses.replace(policy, attention="splash")
+    return dataclasses.replace(experiment, policy=policy)
+
+
+def micro_batches(experiment: Experiment, mean_tokens: float) -> int:
+  """Returns the micro-batches of a step that hold tokens, for sequences of a mean length.
+
+  First-fit packing fills rows to about nine tenths where several sequences share one.
+  """
+  shape = experiment.batch_shape
+  together = max(1.0, 0.9 * shape.row_tokens / mean_tokens) if mean_tokens < 0.9 * shape.row_tokens else 1.0
+  return min(shape.capacity, max(1, math.ceil(shape.sequences / together / shape.rows)))

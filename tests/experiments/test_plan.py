@@ -1,0 +1,121 @@
+"""The command that plans a run: its text, its JSON, its errors, and what it says of a run that does not fit."""
+
+import json
+import re
+
+import pytest
+
+from experiments import configs
+from experiments.plan import __main__ as command
+from experiments.plan import _children
+from experiments.plan import _measure
+from experiments.plan import _plan
+from experiments.plan import _request
+from experiments.plan import _summary
+from experiments.plan._chips import parse_topology
+
+
+def request(*arguments):
+  name, wanted, options = command.parse(list(arguments))
+  return command.request_of(name, wanted, options)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+  """Counts in this process, which has eight devices: a child takes seconds to start, and nothing is compiled here."""
+
+  def measure_all(request, limit, names=()):
+    head, *results = _measure.messages(request, names)
+    return head, {x["program"]: x for x in results}
+
+  monkeypatch.setattr(_plan, "measure_all", measure_all)
+
+
+def test_a_run_is_planned_without_a_compiler_of_its_chips(in_this_process, capsys):
+  assert command.main(["quickstart", "--topology", "h100:2", "--json"]) == 0
+  plan = json.loads(capsys.readouterr().out)
+  assert plan["meshes"]["learner"] == plan["meshes"]["generation"] == {"data": 1, "fsdp": 1, "tensor": 1}
+  assert set(plan["fits"].values()) == {"unknown"}
+  assert list(plan["seconds"]) == ["step", "stage", "gather", "prefill", "put", "decode"]
+  assert plan["pace"]["step"] == max(plan["pace"]["learner"], plan["pace"]["generation"])
+  assert plan["resident"]["learner"]["optimizer"] > 2 * plan["resident"]["learner"]["parameters"]
+  assert plan["best_split"]["options"]["generation_devices"] == 1
+
+
+def test_a_run_that_cannot_fit_is_refused_with_remedies(in_this_process, capsys):
+  arguments = ["gsm8k", "--topology", "h100:4", "--model", "qwen3-32b", "--depths", "1", "2", "--slots", "64"]
+  assert command.main(arguments) == 1
+  text = capsys.readouterr().out
+  assert "32,76" in text.splitlines()[0]  # 32.76 billion parameters, in millions
+  (line,) = [line for line in text.splitlines() if line.startswith("  step needs")]
+  assert "too many" in line
+  assert "--fsdp 2 saves about" in line
+  assert "--lora-rank 16" in line
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["quickstrat", "--topology", "v5e:4x4"], "did you mean"),
+    (["quickstart", "--topology", "v5:4x4"], "unknown accelerator 'v5'"),
+    (["quickstart", "--topology", "4x4"], r"\*topology\* must look like"),
+    (["quickstart", "--topology", "h100:2", "--slices", "2"], r"\*slices\* must be"),
+    (["quickstart", "--topology", "v5e:2x4", "--hosts", "3"], r"\*hosts\* must be"),
+    (["quickstart", "--topology", "v5e:2x4", "--depths", "4", "2"], r"\*depths\* must be"),
+    (["quickstart", "--topology", "v5e:2x4", "--model", "qwen3-0.6b"], r"\*model\* replaces"),
+    (["gsm8k", "--topology", "v5e:2x4", "--model", "qwen3-0.6"], "did you mean 'qwen3-0.6b'"),
+  ],
+)
+def test_wrong_options_are_explained(arguments, message, capsys):
+  try:
+    status = command.main(arguments)
+  except SystemExit as refused:  # by the parser of the command line
+    status = refused.code
+  assert status == 2
+  error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+  assert re.search(message, error), error
+
+
+def test_options_that_do_not_fit_the_devices_are_explained_by_the_child():
+  with pytest.raises(ValueError, match="must divide"):
+    _children.measure_all(request("quickstart", "--topology", "h100:2", "--fsdp", "3"), 60)
+
+
+def test_a_program_that_takes_too_long_is_named():
+  head, results = _children.measure_all(request("quickstart", "--topology", "h100:2"), 0.0, ("decode",))
+  assert head["programs"][-1] == "decode"
+  assert results["decode"]["error"] == "it took longer than 0 seconds"
+
+
+def test_the_last_words_of_a_compiler_are_kept():
+  lines = ["F0000 net_util.cc:3355] Check failed: a == b (0 vs. 1)", "*** Check failure stack trace: ***", "    @ 0x12"]
+  assert _children._last_words(lines) == lines[0]
+  assert _children._last_words(["Traceback:", '  File "x"', "ValueError: no"]) == "ValueError: no"
+
+
+def test_figures_of_two_depths_give_those_of_all_layers():
+  small = _summary.Summary(flops=10, arguments=100, sent={"all-gather host": 4}, loop_gathers=3)
+  large = _summary.Summary(flops=14, arguments=130, sent={"all-gather host": 6, "all-reduce hosts": 1}, loop_gathers=5)
+  whole = _summary.extrapolate(small, large, (2, 4), 10)
+  assert (whole.flops, whole.arguments, whole.loop_gathers) == (26, 220, 5)
+  assert whole.sent == {"all-gather host": 12, "all-reduce hosts": 4}
+
+
+def test_the_compilers_complaint_says_how_much_a_program_needs():
+  problem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 50.30G of 31.25G hbm. Exceeded by 19.05G."
+  assert _plan.used_memory(problem) == 50.3 * 2**30
+  assert _plan.used_memory("INTERNAL: something else") is None
+
+
+def test_micro_batches_hold_as_many_sequences_as_their_rows_have_room_for():
+  experiment = configs.load("quickstart").experiment(configs.load("quickstart").options(rows=8, row_tokens=80))
+  assert _request.micro_batches(experiment, 80) == 16  # 128 rows of one sequence
+  assert _request.micro_batches(experiment, 36) == 8  # of two
+  assert _request.micro_batches(experiment, 1) == 1
+
+
+def test_a_request_survives_the_way_to_a_child():
+  made = request("gsm8k", "--topology", "v5e:4x4", "--slices", "2", "--model", "qwen3-0.6b", "--depths", "2", "4")
+  assert _request.Request.from_json(made.to_json()) == made
+  assert made.target == parse_topology("v5e:4x4", 2)
+  assert (made.prompt_tokens, made.completion_tokens) == (160, 128)
