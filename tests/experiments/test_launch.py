@@ -240,7 +240,7 @@ def test_a_run_is_deleted_by_its_name(tmp_path, monkeypatch, capfd, back_end):
 
 @pytest.mark.parametrize(("status", "reason"), [(1, "does not fit on these chips"), (2, "could not be planned")])
 def test_what_does_not_fit_is_not_launched(play, tmp_path, monkeypatch, status, reason):
-  monkeypatch.setattr(launch, "plan_command", lambda job: ("python", "-c", f"raise SystemExit({status})"))
+  monkeypatch.setattr(launch, "plan_command", lambda job, more: ("python", "-c", f"raise SystemExit({status})"))
   assert play("tpu-vm", "--plan")[:2] == (
     2,
     f"error: the run {reason}, see above; --no-plan launches it all the same\n",

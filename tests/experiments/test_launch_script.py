@@ -59,12 +59,12 @@ def start(tmp_path):
 
 
 @pytest.fixture
-def run(staging, start):
+def run(staging, start, tmp_path):
   """Runs the script with a training that ends with the given statuses; returns what the host left."""
 
   def run(statuses, *arguments, **more):
     launched_host.pack_program(staging, STATUSES)
-    (staging.parents[3] / "statuses").write_text(" ".join(map(str, statuses)))
+    (tmp_path / "statuses").write_text(" ".join(map(str, statuses)))
     return start(job(*arguments, **more)).wait(timeout=60), *left(staging)
 
   return run
@@ -137,7 +137,8 @@ def test_the_script_trains_the_code_of_this_clone(staging, start, tmp_path, monk
   """The packed code trains a config with one process on the CPU, to its last step."""
   _script.pack_code(staging / "code.tar.gz")
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  small = dict(mode="sync", steps=1, groups=2, samples=2, slots=4, rows=8, eval_prompts=0, reward_workers=0)
+  monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1")
+  small = dict(mode="sync", steps=1, groups=2, samples=2, slots=4, rows=4, eval_prompts=0, reward_workers=0)
   small |= dict(warm_accuracy=0.0, run_dir=tmp_path / "run")
   arguments = [part for name, value in small.items() for part in (f"--{name.replace('_', '-')}", str(value))]
   status = start(job(*arguments)).wait(timeout=300)
