@@ -122,7 +122,7 @@ class Programs:
 
   def decode(self, length: int) -> Callable[..., Any]:
     """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version -> cache, drawn."""
-    return self._get(("decode", length), lambda: self._trace_decode(length))
+    return self._get(("decode", length), lambda: self.trace_decode(length))
 
   def trace_longest(self) -> dict[str, Callable[[], jax.stages.Traced]]:
     """Returns functions that trace, from shapes alone, the programs of the longest prompts and the longest cache."""
@@ -130,8 +130,16 @@ class Programs:
     return {
       "prefill": lambda: self._trace_prefill(prefix),
       "put": lambda: self._trace_put(prefix, length),
-      "decode": lambda: self._trace_decode(length),
+      "decode": lambda: self.trace_decode(length),
     }
+
+  def trace_decode(self, length: int) -> jax.stages.Traced:
+    """Traces the program of `decode` from shapes alone."""
+    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
+    cache = (self.layer(length),) * self._policy.config.num_layers
+    slots = with_shardings(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
+    jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
+    return jitted.trace(self.params, cache, slots, self._integers((), self.whole))
 
   def layer(self, length: int) -> Any:
     """Returns one layer of an abstract cache of this length."""
@@ -148,13 +156,6 @@ class Programs:
     prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
     jitted = jax.jit(functools.partial(_decode.put, prefixes), donate_argnums=0, out_shardings=self.cache)
     return jitted.trace(self.layer(length), self._layer(rows, prefix, self.heads), index, index)
-
-  def _trace_decode(self, length: int) -> jax.stages.Traced:
-    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
-    cache = (self.layer(length),) * self._policy.config.num_layers
-    slots = with_shardings(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
-    jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
-    return jitted.trace(self.params, cache, slots, self._integers((), self.whole))
 
   def _get(self, key: tuple[Any, ...], trace: Callable[[], jax.stages.Traced]) -> Callable[..., Any]:
     if key not in self._compiled:

@@ -90,9 +90,9 @@ def copy_bandwidth(size: int) -> float:
   return 2 * size / best
 
 
-def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float) -> dict[str, Any]:
-  """One row of the table."""
-  config = SamplerConfig(
+def sampler_config(case: Case, chunk: int) -> SamplerConfig:
+  """Returns the sizes of the engine of one row."""
+  return SamplerConfig(
     slots=case.slots,
     group_size=8,
     max_prompt_tokens=case.prompt,
@@ -100,6 +100,11 @@ def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: f
     chunk=chunk,
     length_buckets=case.buckets,
   )
+
+
+def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float) -> dict[str, Any]:
+  """One row of the table."""
+  config = sampler_config(case, chunk)
   engine = Engine(policy, config, stop_ids=(), pad_id=0)
   engine.set_weights(params, 0)
   rng = np.random.default_rng(0)

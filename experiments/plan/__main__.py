@@ -35,7 +35,7 @@ class PlanOptions:
   hosts: int | None = None
   #: Public model whose shape replaces the config's pretrained weights, such as qwen3-0.6b; none need be fetched then.
   model: str | None = None
-  #: Compile with these two numbers of layers and extrapolate to all, which saves most of the time of deep models.
+  #: Compile with these two numbers of layers, 2 or more, and extrapolate to all: saves most of the time of deep models.
   depths: tuple[int, int] | None = None
   #: Mean length of prompts to expect; None: half of the longest.
   prompt_tokens: float | None = None
@@ -48,8 +48,8 @@ class PlanOptions:
 
   def __post_init__(self):
     parse_topology(self.topology, self.slices, self.hosts)
-    if self.depths is not None and not 1 <= self.depths[0] < self.depths[1]:
-      raise ValueError(f"*depths* must be two ascending numbers of layers, got depths={self.depths}.")
+    if self.depths is not None and not 2 <= self.depths[0] < self.depths[1]:  # a loop of one turn is none
+      raise ValueError(f"*depths* must be two ascending numbers of layers from 2 on, got depths={self.depths}.")
 
 
 def _usage() -> str:

@@ -109,7 +109,8 @@ def _splits(plan: Plan, times: tuple[float, float, float, float]) -> Iterator[Sp
   options, learner, generation = plan.request.options, plan.meshes["learner"], plan.meshes["generation"]
   chips, own = math.prod(learner.values()), math.prod(generation.values())
   size = chips // plan.hosts + own
-  weights, cache = plan.resident["generation"]["weights"], plan.resident["generation"]["cache"]
+  weights = plan.resident["generation"]["weights"]
+  cache = plan.stays("generation") - weights
   rows_of_chip = max(1, options["rows"] * learner["tensor"] // chips)
   state = plan.resident["learner"]
   kept = sum(state[kind] for kind in ("parameters", "optimizer", "stabilizers", "reference") if kind in state)
@@ -133,11 +134,7 @@ def _splits(plan: Plan, times: tuple[float, float, float, float]) -> Iterator[Sp
           held = cache * slots / options["slots"] * own / count
           decode = times[1] * (read + held) / (weights + cache)
           pace = _pace(plan, times[0] * chips / learners, decode, times[2] * own / count, times[3], slots)
-          evaluator = sum(
-            read if "weights" in kind else cache * slots / options["slots"] * own / (size - count)
-            for kind in state
-            if kind.startswith("evaluator")
-          )
+          evaluator = read + held * count / (size - count) if "evaluator's cache" in state else 0.0
           yield Split(
             {
               "generation_devices": count,

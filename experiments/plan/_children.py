@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -97,8 +98,8 @@ def _forward(stream: Any, take: Any) -> None:
 def _last_words(lines: list[str]) -> str:
   """Returns the line that tells why a process ended: a failed check of the compiler, or the exception."""
   for line in lines:
-    if "Check failed" in line or "CHECK failure" in line:
-      return line.strip()
+    if match := re.match(r"F\d{4} .*?\] (.*)", line):  # a fatal line of the compiler's log
+      return match[1].strip()
   for line in reversed(lines):
     if line.strip() and not line.startswith((" ", "\t", "@", "*")):
       return line.strip()

@@ -18,17 +18,32 @@ class Shape(NamedTuple):
   Attributes:
     dtype: the name of its type, such as "bf16".
     dims: its dimensions.
-    near: whether it lies in a memory other than the chip's large one, such as a TPU's vector memory.
+    layout: how it lies in memory, such as "{1,0:T(8,128)(2,1)S(1)}".
   """
 
   dtype: str
   dims: tuple[int, ...]
-  near: bool
+  layout: str
+
+  @property
+  def near(self) -> bool:
+    """Returns whether it lies in a memory other than the chip's large one, such as a TPU's vector memory."""
+    return "S(" in self.layout
 
   @property
   def nbytes(self) -> int:
-    """Returns its bytes, padding aside; 0 for tokens."""
-    return math.prod(self.dims) * _BITS.get(self.dtype, 0) // 8
+    """Returns its bytes, with what fills up the tiles of a TPU; 0 for tokens."""
+    return math.prod(self._padded()) * _BITS.get(self.dtype, 0) // 8
+
+  def _padded(self) -> list[int]:
+    """Returns the dimensions, those that lie side by side in memory filled up to whole tiles."""
+    dims = list(self.dims)
+    match = re.match(r"\{([\d,]*):T\(([\d,]+)\)", self.layout)
+    if match is not None:
+      tile = map(int, reversed(match[2].split(",")))
+      for axis, size in zip(map(int, filter(None, match[1].split(","))), tile, strict=False):
+        dims[axis] = -(-dims[axis] // size) * size
+    return dims
 
   @property
   def hbm_bytes(self) -> int:
@@ -135,7 +150,7 @@ def _instruction(line: str) -> Instruction | None:
   inside = end + operation.end()
   close = _closing(line, inside - 1)
   shapes = tuple(
-    Shape(dtype, tuple(map(int, filter(None, dims.split(",")))), "S(" in layout)
+    Shape(dtype, tuple(map(int, filter(None, dims.split(",")))), layout)
     for dtype, dims, layout in _ARRAY.findall(line[start:end])
   )
   operands = tuple(re.findall(r"%([\w.\-]+)", line[inside:close]))

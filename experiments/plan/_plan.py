@@ -141,10 +141,31 @@ def _assemble(request: Request, head: dict[str, Any], found: list[dict[str, Any]
     head["resident"],
     [],
   )
+  decoding = [results.get("decode", {}) for results in found]
+  if all("costs" in x for x in decoding):
+    _fill_up(plan, [(x["costs"]["arguments"], x["resident"]) for x in decoding], depths)
   for name in head["programs"]:
     if all(name in results for results in found):
       plan.programs.append(_program(plan, name, [results[name] for results in found], depths))
   return plan
+
+
+def _fill_up(plan: Plan, decoding: list[tuple[float, float]], depths: tuple[int, ...]) -> None:
+  """Adds what fills up the tiles of weights and caches: decoding takes both, as they lie in memory.
+
+  Args:
+    plan: the plan, whose sizes are those of shapes.
+    decoding: the bytes of the arguments of decoding, and those of the shapes of weights and cache, for each depth.
+    depths: the numbers of layers.
+  """
+  padding = [arguments - shapes for arguments, shapes in decoding]
+  total = padding[0] if len(depths) == 1 else _along(padding[0], padding[1], (depths[0], depths[1]), plan.layers)
+  if total <= 0.01 * sum(plan.resident["generation"].values()):
+    return
+  cache = plan.resident["generation"]["cache"]
+  for side in plan.resident.values():
+    for kind in [kind for kind in side if kind.endswith("cache")]:
+      side[f"{kind}'s padding"] = total * side[kind] / cache
 
 
 def _program(plan: Plan, name: str, results: list[dict[str, Any]], depths: tuple[int, ...]) -> Program:
@@ -162,7 +183,8 @@ def _program(plan: Plan, name: str, results: list[dict[str, Any]], depths: tuple
     makes = None if makes is None else _along(makes, results[1]["makes"], pair, wanted)
   if not total.arguments:
     return Program(name, side, total, None, None, None, seconds)
-  beside = total.sum_of_memory - resident + max(0.0, (makes or 0.0) - total.outputs)
+  resident += plan.resident["generation"].get("cache's padding", 0.0) if name == "decode" else 0.0
+  beside = max(0.0, total.sum_of_memory - resident + max(0.0, (makes or 0.0) - total.outputs))
   return Program(name, side, total, plan.stays(side) + beside, beside, None, seconds)
 
 

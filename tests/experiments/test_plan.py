@@ -43,7 +43,7 @@ def test_a_run_is_planned_without_a_compiler_of_its_chips(in_this_process, capsy
 
 
 def test_a_run_that_cannot_fit_is_refused_with_remedies(in_this_process, capsys):
-  arguments = ["gsm8k", "--topology", "h100:4", "--model", "qwen3-32b", "--depths", "1", "2", "--slots", "64"]
+  arguments = ["gsm8k", "--topology", "h100:4", "--model", "qwen3-32b", "--depths", "2", "3", "--slots", "64"]
   assert command.main(arguments) == 1
   text = capsys.readouterr().out
   assert "32,76" in text.splitlines()[0]  # 32.76 billion parameters, in millions
@@ -88,8 +88,9 @@ def test_a_program_that_takes_too_long_is_named():
 
 
 def test_the_last_words_of_a_compiler_are_kept():
-  lines = ["F0000 net_util.cc:3355] Check failed: a == b (0 vs. 1)", "*** Check failure stack trace: ***", "    @ 0x12"]
-  assert _children._last_words(lines) == lines[0]
+  fatal = "F1128 16:59:58.950927   12326 net_util.cc:3355] Check failed: a == b (0 vs. 1)"
+  lines = ["E0000 something", fatal, "*** Check failure stack trace: ***", "    @ 0x12"]
+  assert _children._last_words(lines) == "Check failed: a == b (0 vs. 1)"
   assert _children._last_words(["Traceback:", '  File "x"', "ValueError: no"]) == "ValueError: no"
 
 

@@ -245,3 +245,20 @@ def test_a_step_of_the_policy_has_the_products_of_its_parameters():
   parameters = sum(np.prod(x.shape) for _, x in matrices)
   attention = 3 * 2 * 2 * 2 * 16**2 * 4 * 8
   assert total(_jaxpr_costs.count_traced(traced.jaxpr)[0]) == 2 * 32 * parameters + attention
+
+
+@pytest.mark.parametrize(
+  ("array", "nbytes"),
+  [
+    ("bf16[128,8,576,64]{3,1,2,0:T(8,128)(2,1)}", 2 * 128 * 8 * 576 * 128),  # half of every line is empty
+    ("f32[4,512]{0,1:T(8,128)}", 4 * 128 * 512),
+    ("s32[100]{0:T(128)S(1)}", 4 * 128),
+    ("pred[]{:T(512)}", 1),
+    ("f32[3,5]{1,0}", 4 * 3 * 5),
+  ],
+)
+def test_arrays_fill_whole_tiles(array, nbytes):
+  module = _hlo.parse(f"\nENTRY %main (a: {array}) -> {array} {{\n  ROOT %a = {array} parameter(0)\n}}\n")
+  (shape,) = _hlo.root(module.computations["main"]).shapes
+  assert shape.nbytes == nbytes
+  assert shape.near == ("S(1)" in array)
