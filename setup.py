@@ -16,6 +16,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "async_rl/__init__.py").rea
 TRAIN = [
   "absl-py>=2",
   "array_record>=0.8",
+  "etils[epath]>=1.9",
   "flax>=0.12",
   "grain>=0.2.12",
   "importlib_resources>=6",  # tensorflow-datasets imports it without declaring it
@@ -37,7 +38,10 @@ TRAIN = [
 # Compiles the C source of pycosat, which one of its generators needs and all of them import.
 REASONING = ["reasoning-gym>=0.1.20"]
 WEIGHTS = ["gguf>=0.17", "huggingface_hub>=0.30"]
+# Folders in buckets of Google Cloud Storage, gs://bucket/folder; fsspec comes with gcsfs.
+GCS = ["fsspec>=2025.2", "gcsfs>=2025.2", "google-cloud-storage>=3"]
 TEST = [
+  *GCS,
   *WEIGHTS,
   "chex>=0.1.90",
   "equinox>=0.13",
@@ -69,9 +73,10 @@ setuptools.setup(
     "train": TRAIN,
     "reasoning": REASONING,
     "weights": WEIGHTS,
+    "gcs": GCS,
     "test": TEST,
     "neighbors": NEIGHBORS,
     "cuda": ["jax[cuda13]>=0.10"],
-    "tpu": ["jax[tpu]>=0.10"],
+    "tpu": ["jax[tpu]>=0.10", *GCS],
   },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pathlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,15 @@ import tyro
 
 from async_rl import learning
 from async_rl import models
+from async_rl._buckets import check_access
+from async_rl._paths import Path
+from async_rl._paths import as_path
 from async_rl.recording import CheckpointError
 from async_rl.runtime import Experiment
 from experiments import configs
 
 
-def load_experiment(run_dir: pathlib.Path, config: str | None = None, **options: Any) -> Experiment:
+def load_experiment(run_dir: str | os.PathLike[str], config: str | None = None, **options: Any) -> Experiment:
   """Returns the experiment of a run folder, with the options it was run with.
 
   Args:
@@ -30,10 +33,11 @@ def load_experiment(run_dir: pathlib.Path, config: str | None = None, **options:
     FileNotFoundError: if the folder holds no run.
     ValueError: if its config is not found, or has other options now.
   """
-  run_dir = run_dir.expanduser()
-  file = run_dir / "config.txt"
+  folder = as_path(run_dir, "run_dir")
+  check_access(folder, checkpoints=True)
+  file = folder / "config.txt"
   if not file.exists():
-    raise FileNotFoundError(f"{run_dir} holds no run: {file} is missing")
+    raise FileNotFoundError(f"{folder} holds no run: {file} is missing")
   recorded = _read_config(file)
   name = config or recorded["config"]
   try:
@@ -42,10 +46,10 @@ def load_experiment(run_dir: pathlib.Path, config: str | None = None, **options:
     raise ValueError(f"{file} is of config {name!r}, but {error}; give the path of its file with --config.") from error
   values = {key: tuple(value) if isinstance(value, list) else value for key, value in recorded.items()}
   del values["config"]
-  return found.experiment(found.options(**values | {"run_dir": str(run_dir)} | options))
+  return found.experiment(found.options(**values | {"run_dir": str(folder)} | options))
 
 
-def _read_config(file: pathlib.Path) -> dict[str, Any]:
+def _read_config(file: Path) -> dict[str, Any]:
   try:
     recorded = json.loads(file.read_text())
   except ValueError:
@@ -59,7 +63,7 @@ def restore_policy(
   experiment: Experiment, learner: learning.Learner, step: int | None
 ) -> tuple[models.Params, int | None]:
   """Restores the parameters of a checkpoint, by default the newest, onto the learner mesh; returns its step, too."""
-  folder = pathlib.Path(experiment.options.output.run_dir) / "checkpoints"
+  folder = as_path(experiment.options.output.run_dir) / "checkpoints"
   with contextlib.closing(experiment.make_checkpointer(folder, read_only=True)) as checkpoints:
     params = checkpoints.restore_params(learner.abstract().params, step)
     for damage in checkpoints.skipped.values():
@@ -71,7 +75,7 @@ def command(function: Callable[..., Any], name: str, description: str | None, ar
   """Calls `function` with the arguments of the command line; returns the exit status."""
   try:
     tyro.cli(function, args=arguments, prog=f"python -m experiments.{name}", description=description)
-  except (ValueError, CheckpointError, OSError) as error:
+  except (ValueError, ImportError, CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -83,7 +82,7 @@ def score(
 
 
 def evaluate(
-  run_dir: tyro.conf.Positional[pathlib.Path],
+  run_dir: tyro.conf.Positional[str],
   /,
   samples: int = 1,
   temperature: float | None = None,
@@ -99,7 +98,7 @@ def evaluate(
   """Prints and returns the accuracy of a checkpoint.
 
   Args:
-    run_dir: the folder of the run.
+    run_dir: the folder of the run, on a disk or gs://bucket/folder.
     samples: K, the number of completions of each prompt.
     temperature: the temperature of sampling; by default 0 (greedy) for one sample, the run's own for more.
     prompts: the number of prompts of the split, from its start; by default all.

@@ -5,23 +5,25 @@ Adapters are merged into the weights, so that `transformers` and every inference
 
 from __future__ import annotations
 
-import pathlib
 import sys
 from typing import Literal
 
 import tyro
 
 from async_rl import models
+from async_rl._buckets import copy_to_disk
+from async_rl._buckets import written_on_disk
+from async_rl._paths import as_path
 from experiments._runs import command
 from experiments._runs import load_experiment
 from experiments._runs import restore_policy
 
 
 def export(
-  run_dir: tyro.conf.Positional[pathlib.Path],
-  folder: tyro.conf.Positional[pathlib.Path],
+  run_dir: tyro.conf.Positional[str],
+  folder: tyro.conf.Positional[str],
   /,
-  like: pathlib.Path | None = None,
+  like: str | None = None,
   dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
   step: int | None = None,
   config: str | None = None,
@@ -29,21 +31,23 @@ def export(
   """Writes a checkpoint as config.json and safetensors.
 
   Args:
-    run_dir: the folder of the run.
-    folder: the folder to write, which must not exist.
+    run_dir: the folder of the run, on a disk or gs://bucket/folder.
+    folder: the folder to write, which must not exist; also gs://bucket/folder.
     like: the Hugging Face folder that training started from, whose tokenizer and config.json are copied.
     dtype: the dtype to store; in 16 bits, small contributions of adapters to large weights are lost.
     step: the step of the checkpoint; by default the newest.
     config: the path of the run's config file, if it was moved.
   """
-  folder = folder.expanduser()
+  target = as_path(folder, "folder")
+  source = None if like is None else copy_to_disk(as_path(like, "like"))
   experiment = load_experiment(run_dir, config)
   policy = experiment.policy
   params, step = restore_policy(experiment, experiment.make_learner(experiment.make_meshes().learner), step)
   if policy.lora is not None:
     params = models.merge_adapters(policy.lora, params)
-  models.save_hf(folder, policy.config, params, dtype=dtype, like=like, tokenizer=experiment.tokenizer)
-  print(f"{folder} holds step {step} of {run_dir}")
+  with written_on_disk(target) as local:
+    models.save_hf(local, policy.config, params, dtype=dtype, like=source, tokenizer=experiment.tokenizer)
+  print(f"{target} holds step {step} of {run_dir}")
 
 
 def main(arguments: list[str] | None = None) -> int:

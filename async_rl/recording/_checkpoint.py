@@ -16,6 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from async_rl._paths import Path
+from async_rl._paths import absolute
+from async_rl._paths import as_path
+from async_rl._paths import delete
+from async_rl._paths import make_folder
+from async_rl._paths import move
 from async_rl.models import split_trainable
 from async_rl.recording._archive import from_archive
 from async_rl.recording._archive import to_archive
@@ -56,8 +62,8 @@ class Checkpointer:
     skipped: one sentence by step for each damaged checkpoint that was passed over for it.
   """
 
-  def __init__(self, folder: pathlib.Path | str, *, keep: int, fingerprint: Mapping[str, Any], read_only: bool = False):
-    self.folder = pathlib.Path(folder).absolute()
+  def __init__(self, folder: Path | str, *, keep: int, fingerprint: Mapping[str, Any], read_only: bool = False):
+    self.folder = absolute(as_path(folder))
     self._fingerprint = json.loads(json.dumps(fingerprint))
     self._base_folder = self.folder.with_name("base")
     self._base: str | None = None  # checksum of the frozen parameters, once they are written or read
@@ -77,7 +83,7 @@ class Checkpointer:
       "meta": ocp.JsonCheckpointHandler(),
     }
     with self._explained("cannot be written", _WRITE_REMEDY):
-      self.folder.mkdir(parents=True, exist_ok=True)
+      make_folder(self.folder)
       self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
   @property
@@ -109,13 +115,7 @@ class Checkpointer:
         f"the newest good one: {newest}"
       )
     state, first = state._replace(params=trained), bool(frozen) and self._base is None
-    needed = len(archive) + sum(x.nbytes for x in jax.tree.leaves((state, frozen if first else {})))
-    free = shutil.disk_usage(self.folder).free
-    if free < needed:
-      raise CheckpointError(
-        f"the checkpoint of step {step} needs {needed / 1e9:.3g} GB, but {self.folder} has {free / 1e9:.3g} GB free; "
-        + _WRITE_REMEDY
-      )
+    self._check_space(step, len(archive) + sum(x.nbytes for x in jax.tree.leaves((state, frozen if first else {}))))
     if first:
       with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
         self._base = save_frozen(self._base_folder, frozen)
@@ -128,6 +128,17 @@ class Checkpointer:
     with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
       if not self._manager.save(step, args=items):
         raise ValueError(f"it is older than the newest, of step {self.latest_step}")
+
+  def _check_space(self, step: int, needed: int) -> None:
+    """Raises CheckpointError if the disk has less than `needed` bytes left; a bucket has no end."""
+    if not isinstance(self.folder, pathlib.Path):
+      return
+    free = shutil.disk_usage(self.folder).free
+    if free < needed:
+      raise CheckpointError(
+        f"the checkpoint of step {step} needs {needed / 1e9:.3g} GB, but {self.folder} has {free / 1e9:.3g} GB free; "
+        + _WRITE_REMEDY
+      )
 
   def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, list[dict[str, Any]]]:
     """Reads a checkpoint.
@@ -158,9 +169,9 @@ class Checkpointer:
     """Moves the checkpoints in `skipped` to the folder `damaged` beside `folder`, so that their steps can be saved."""
     for step in self.skipped:
       target = self.folder.with_name("damaged") / str(step)
-      target.parent.mkdir(exist_ok=True)
-      shutil.rmtree(target, ignore_errors=True)
-      (self.folder / str(step)).rename(target)
+      make_folder(target.parent)
+      delete(target)
+      move(self.folder / str(step), target)
     self.reload()
 
   def reload(self) -> None:

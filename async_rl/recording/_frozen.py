@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from async_rl._paths import Path
+
 Array = jax.Array
 
 
-def save_frozen(folder: pathlib.Path, params: Any) -> str:
+def save_frozen(folder: Path, params: Any) -> str:
   """Writes `params` in place of what `folder` holds, all or nothing; returns their `checksum`."""
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder, params, force=True)
   return checksum(params)
 
 
-def restore_frozen(folder: pathlib.Path, abstract: Any) -> tuple[Any, str]:
+def restore_frozen(folder: Path, abstract: Any) -> tuple[Any, str]:
   """Reads parameters into the shardings of `abstract`; returns them and their `checksum`."""
   with ocp.StandardCheckpointer() as checkpointer:
     params = checkpointer.restore(folder, abstract)

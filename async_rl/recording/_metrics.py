@@ -16,10 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from async_rl._buckets import Mirror
+from async_rl._paths import Path
+from async_rl._paths import open_text
 from async_rl.recording._run_folder import RunFolder
 from async_rl.types import Group
 
 Values = Mapping[str, float | np.ndarray]
+
+#: Seconds between two uploads of what was written, where the run folder is in a bucket; checkpoints upload it, too.
+_UPLOAD_SECONDS = 60.0
 
 
 class MetricsBuffer:
@@ -65,7 +71,8 @@ class MetricsWriter:
     folder: the run's folder.
     resume_step: the step of the checkpoint that the run continues from. Rows of later steps, which will be written
       again, are dropped.
-    resume_rows: the number of rows at that checkpoint, as `rows` was; rows after them are dropped. `None` keeps them.
+    resume_rows: the number of rows at that checkpoint, as `flush` returned it; rows after them are dropped. `None`
+      keeps them.
     wandb: whether to log to Weights & Biases too.
     config: the configuration for Weights & Biases.
 
@@ -101,11 +108,13 @@ class MetricsWriter:
     if resume_rows is not None and len(kept) + len(self.damaged) < resume_rows:
       self.damaged.append(f"{folder.metrics} has {len(kept)} of the {resume_rows} rows before the checkpoint")
     self.rows = len(kept)
-    temporary = folder.metrics.with_suffix(".tmp")
+    self._mirrors = (Mirror(folder.metrics), Mirror(folder.tensorboard))
+    metrics, tensorboard = (mirror.local for mirror in self._mirrors)
+    temporary = metrics.with_suffix(".tmp")
     temporary.write_text("".join(kept))
-    temporary.replace(folder.metrics)
-    self._lines = folder.metrics.open("a")
-    self._tensorboard = tensorboardX.SummaryWriter(str(folder.tensorboard), purge_step=resume_step + 1)
+    temporary.replace(metrics)
+    self._lines = metrics.open("a")
+    self._tensorboard = tensorboardX.SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
 
   def write(self, step: int, metrics: Values) -> None:
     """Writes one row of values on the host. NaN and infinity, which JSON lacks, become null there."""
@@ -120,6 +129,14 @@ class MetricsWriter:
         self._tensorboard.add_scalar(name, value, step)
     if self._wandb is not None:
       self._wandb.log({name: value for name, value in numbers.items() if isinstance(value, float)}, step=step)
+    for mirror in self._mirrors:
+      mirror.upload(at_most_every=_UPLOAD_SECONDS)
+
+  def flush(self) -> int:
+    """Writes out all rows, to a bucket too, and returns their number: the `resume_rows` to resume from."""
+    for mirror in self._mirrors:
+      mirror.upload()
+    return self.rows
 
   def close(self) -> None:
     """Writes out what is buffered."""
@@ -127,6 +144,11 @@ class MetricsWriter:
     self._tensorboard.close()
     if self._wandb is not None:
       self._wandb.finish()
+    try:
+      self.flush()
+    finally:
+      for mirror in self._mirrors:
+        mirror.discard()
 
   def _add_histogram(self, name: str, counts: np.ndarray, step: int) -> None:
     values = np.arange(len(counts))
@@ -147,21 +169,23 @@ class NoMetricsWriter:
   """Writes nothing, in the processes of a run beside the first one.
 
   Attributes:
-    rows: the number of rows in the file.
     damaged: the lines of an earlier file that were no rows: those are the first process's concern.
   """
 
-  rows = 0
   damaged: Sequence[str] = ()
 
   def write(self, step: int, metrics: Values) -> None:
     """Does nothing."""
 
+  def flush(self) -> int:
+    """Returns the number of rows: none."""
+    return 0
+
   def close(self) -> None:
     """Does nothing."""
 
 
-def read_metrics(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
   """Yields the rows of a metrics.jsonl; none if it is missing. A last line that a crash cut off is left out.
 
   Raises:
@@ -173,11 +197,11 @@ def read_metrics(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     yield row
 
 
-def _rows_or_errors(path: pathlib.Path) -> Iterator[dict[str, Any] | ValueError]:
+def _rows_or_errors(path: Path) -> Iterator[dict[str, Any] | ValueError]:
   """Yields the rows of a file as `read_metrics` does, and an error in place of each line that is not a row."""
   if not path.exists():
     return
-  with path.open(errors="replace") as lines:
+  with open_text(path) as lines:
     for number, line in enumerate(lines, start=1):
       if not line.endswith("\n"):
         return
@@ -220,6 +244,6 @@ def _start_wandb(folder: RunFolder, config: Mapping[str, Any] | None) -> Any:
     name=folder.path.name,
     id=folder.wandb_id.read_text(),
     resume="allow",
-    dir=folder.path,
+    dir=folder.path if isinstance(folder.path, pathlib.Path) else None,  # it writes to disks alone
     config=dict(config or {}),
   )

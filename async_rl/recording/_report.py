@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from async_rl._buckets import check_access
+from async_rl._paths import Path
+from async_rl._paths import as_path
 from async_rl.recording._metrics import read_metrics
 from async_rl.recording._plots import COMPARED
 from async_rl.recording._plots import PANELS
@@ -17,8 +22,6 @@ from async_rl.recording._plots import draw
 from async_rl.recording._plots import make_curve
 from async_rl.recording._plots import make_curves
 from async_rl.recording._run_folder import RunFolder
-
-Path = str | os.PathLike[str]
 
 #: The columns of the table of final values: heading, metric, format.
 _FINAL = (
@@ -33,12 +36,12 @@ _FINAL = (
 )
 
 
-def write_report(folder: RunFolder) -> pathlib.Path:
+def write_report(folder: RunFolder) -> Path:
   """Draws the curves of a run to report.png in its folder, and returns its path; without metrics it says so there."""
   return _write_picture(folder.path.name, list(read_metrics(folder.metrics)), folder.report)
 
 
-def report_run(folder: Path, output: Path | None = None) -> pathlib.Path:
+def report_run(folder: str | Path, output: str | Path | None = None) -> Path:
   """Draws the curves of a run, which may still be going on, and returns the path of the picture.
 
   Args:
@@ -50,10 +53,10 @@ def report_run(folder: Path, output: Path | None = None) -> pathlib.Path:
     ValueError: if a line of the metrics is damaged; the message names it.
   """
   path = _absolute(folder)
-  return _write_picture(path.name, _read_run(path), pathlib.Path(output or path / "report.png"))
+  return _write_picture(path.name, _read_run(path), as_path(output or path / "report.png", "output"))
 
 
-def compare_runs(folders: Sequence[Path], output: Path) -> pathlib.Path:
+def compare_runs(folders: Sequence[str | Path], output: str | Path) -> Path:
   """Draws the curves of several runs into one picture and returns its path.
 
   Args:
@@ -73,11 +76,10 @@ def compare_runs(folders: Sequence[Path], output: Path) -> pathlib.Path:
   handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
   shown = [name for name in runs if name in handles]
   figure.legend([handles[name] for name in shown], shown, loc="outside upper center", ncols=4, frameon=False)
-  figure.savefig(output)
-  return pathlib.Path(output)
+  return _save(figure, as_path(output, "output"))
 
 
-def tabulate_final_values(folders: Sequence[Path]) -> str:
+def tabulate_final_values(folders: Sequence[str | Path]) -> str:
   """Returns a table of the values that runs ended with: means over the last twentieth of their steps.
 
   Accuracy is the last one that was measured; rates and times are means over the run, since generation ends before it.
@@ -113,23 +115,26 @@ def _final_value(rows: Rows, metric: str, form: str) -> str:
   return form.format(np.average(values[counted], weights=weights[counted])) if counted.any() else "-"
 
 
-def _absolute(folder: Path) -> pathlib.Path:
-  return pathlib.Path(os.path.abspath(pathlib.Path(folder).expanduser()))
+def _absolute(folder: str | Path) -> Path:
+  path = as_path(folder)
+  return pathlib.Path(os.path.abspath(path)) if isinstance(path, pathlib.Path) else path
 
 
-def _read_by_label(folders: Sequence[Path]) -> dict[str, Rows]:
+def _read_by_label(folders: Sequence[str | Path]) -> dict[str, Rows]:
   """Returns the rows of runs by the folders' names, or by as much of their paths as tells them apart."""
   paths = [_absolute(folder) for folder in folders]
   if len(set(paths)) < len(paths):
     raise ValueError(f"the same run is given twice among {', '.join(map(str, folders))}: give each run once")
   labels = [path.name for path in paths]
   if len(set(labels)) < len(labels):
-    labels = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+    on_disk = all(isinstance(path, pathlib.Path) for path in paths)
+    labels = [os.path.relpath(path, os.path.commonpath(paths)) if on_disk else str(path) for path in paths]
   return {label: _read_run(path) for label, path in zip(labels, paths, strict=True)}
 
 
-def _read_run(path: pathlib.Path) -> Rows:
+def _read_run(path: Path) -> Rows:
   """Returns the rows of a run, of which there is at least one."""
+  check_access(path)
   file = path / "metrics.jsonl"
   if not file.exists():
     missing = f"{file.name} is missing" if path.is_dir() else "there is no such folder"
@@ -143,7 +148,7 @@ def _read_run(path: pathlib.Path) -> Rows:
   return rows
 
 
-def _write_picture(title: str, rows: Rows, output: pathlib.Path) -> pathlib.Path:
+def _write_picture(title: str, rows: Rows, output: Path) -> Path:
   figure = draw([(panel, make_curves(panel, rows)) for panel in PANELS])
   figure.suptitle(title if rows else f"{title}: no metrics yet", fontweight="bold")
   for axes in figure.axes:
@@ -159,5 +164,15 @@ def _write_picture(title: str, rows: Rows, output: pathlib.Path) -> pathlib.Path
         framealpha=0.7,
         edgecolor="none",
       )
-  figure.savefig(output)
+  return _save(figure, output)
+
+
+def _save(figure: Any, output: Path) -> Path:
+  """Writes a picture and returns its path."""
+  if isinstance(output, pathlib.Path):
+    figure.savefig(output)
+  else:
+    content = io.BytesIO()
+    figure.savefig(content, format=output.suffix.removeprefix(".") or None)
+    output.write_bytes(content.getvalue())
   return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -9,12 +10,22 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
 import socket
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 from typing import TextIO
+
+from async_rl._buckets import PROBE
+from async_rl._buckets import check_access
+from async_rl._paths import Path
+from async_rl._paths import as_path
+from async_rl._paths import delete
+from async_rl._paths import list_folder
+from async_rl._paths import make_folder
+from async_rl._paths import move
+from async_rl.recording._bucket_lock import BucketLock
+from async_rl.recording._bucket_lock import InUseError
 
 _MARK = "run.json"
 _LOCK = ".lock"
@@ -50,23 +61,35 @@ class RunFolder:
   """An opened folder and the places in it.
 
   The folder is locked until `close`, or until the process ends, however that happens: no other process can open it.
+  In a bucket, the lock of a process that was killed ends some seconds later, see `BucketLock`.
 
   Attributes:
-    path: the folder.
+    path: the folder, on a disk or in a bucket.
     resumed: whether it already held this run.
     process: the number of this process among those of the run; the first one alone locks the folder and writes what
       they share.
   """
 
-  path: pathlib.Path
+  path: Path
   resumed: bool
-  _lock: TextIO | None = dataclasses.field(repr=False, compare=False)
+  _lock: TextIO | BucketLock | None = dataclasses.field(repr=False, compare=False)
   process: int = 0
 
   def close(self) -> None:
     """Releases the lock. Idempotent."""
     if self._lock is not None:
       self._lock.close()
+
+  def check_lock(self) -> None:
+    """Raises RunFolderError if another process took over the folder: this one could not reach its bucket for long."""
+    if isinstance(self._lock, BucketLock):
+      try:
+        self._lock.check()
+      except InUseError as error:
+        raise RunFolderError(
+          f"{self.path} was taken over by {error} while this process could not reach the bucket: let only one of them "
+          "go on"
+        ) from error
 
   def __enter__(self) -> RunFolder:
     return self
@@ -75,48 +98,48 @@ class RunFolder:
     self.close()
 
   @property
-  def checkpoints(self) -> pathlib.Path:
+  def checkpoints(self) -> Path:
     """Folder of the Orbax checkpoints."""
     return self.path / "checkpoints"
 
   @property
-  def reference(self) -> pathlib.Path:
+  def reference(self) -> Path:
     """Checkpoint of the reference policy."""
     return self.path / "reference"
 
   @property
-  def metrics(self) -> pathlib.Path:
+  def metrics(self) -> Path:
     """Metrics, one JSON object a line."""
     return self.path / "metrics.jsonl"
 
   @property
-  def tensorboard(self) -> pathlib.Path:
+  def tensorboard(self) -> Path:
     """Folder of the TensorBoard events."""
     return self.path / "tensorboard"
 
   @property
-  def wandb_id(self) -> pathlib.Path:
+  def wandb_id(self) -> Path:
     """Identifier of the run at Weights & Biases."""
     return self.path / "wandb_id.txt"
 
   @property
-  def config(self) -> pathlib.Path:
+  def config(self) -> Path:
     """The configuration as text."""
     return self.path / "config.txt"
 
   @property
-  def schedule(self) -> pathlib.Path:
+  def schedule(self) -> Path:
     """Recorded schedule of this process."""
     return schedule_of(self.path / "schedule.jsonl", self.process)
 
   @property
-  def report(self) -> pathlib.Path:
+  def report(self) -> Path:
     """Picture of the run."""
     return self.path / "report.png"
 
   @classmethod
   def open(
-    cls, path: str | pathlib.Path, config_text: str, fingerprint: Mapping[str, Any], *, overwrite: bool = False
+    cls, path: str | Path, config_text: str, fingerprint: Mapping[str, Any], *, overwrite: bool = False
   ) -> RunFolder:
     """Opens or makes the folder of a run, and locks it.
 
@@ -131,13 +154,16 @@ class RunFolder:
     Raises:
       RunFolderError: if the folder is in use, holds another run or other files, or cannot be written.
     """
-    path = pathlib.Path(path).expanduser()
+    path = as_path(path, "run_dir")
+    if not isinstance(path, pathlib.Path) and len(path.parts) < 4:
+      raise RunFolderError(f"{str(path)!r} is a whole bucket: choose a folder in it, such as {path / 'runs' / 'first'}")
     fingerprint = json.loads(json.dumps(fingerprint))
     lock = None
     try:
+      now = check_access(path, write=True)
       _check_no_foreign_files(path)
-      path.mkdir(parents=True, exist_ok=True)
-      lock = _take_lock(path)
+      make_folder(path)
+      lock = _take_lock(path, now)
       _check_no_foreign_files(path)
       resumed = (path / _MARK).exists() and not overwrite
       if resumed:
@@ -156,7 +182,7 @@ class RunFolder:
       raise
 
   @classmethod
-  def join(cls, path: str | pathlib.Path, process: int) -> RunFolder:
+  def join(cls, path: str | Path, process: int) -> RunFolder:
     """Returns the folder for another process of the run, after the first one has opened it.
 
     Args:
@@ -166,7 +192,11 @@ class RunFolder:
     Raises:
       RunFolderError: if this process does not see the folder.
     """
-    path = pathlib.Path(path).expanduser()
+    path = as_path(path, "run_dir")
+    try:
+      check_access(path, write=True)
+    except OSError as error:
+      raise RunFolderError(f"process {process} cannot write the run folder {path}: {error}") from error
     if not (path / _MARK).exists():
       raise RunFolderError(
         f"process {process} does not see {path}, which process 0 has opened: choose a folder on storage that all "
@@ -176,38 +206,39 @@ class RunFolder:
 
   def discard_replaced(self) -> None:
     """Deletes the run that this one replaces; call it once this one has begun."""
-    shutil.rmtree(self.path / _REPLACED, ignore_errors=True)
+    with contextlib.suppress(OSError):
+      delete(self.path / _REPLACED)
 
   def remove(self) -> None:
     """Deletes what this run wrote, puts back the run that it replaced, and releases the lock."""
     for entry in _entries_of_run(self.path):
-      _delete(entry)
+      delete(entry)
     replaced = self.path / _REPLACED
-    if replaced.is_dir():
-      for entry in replaced.iterdir():
-        entry.rename(self.path / entry.name)
-      replaced.rmdir()
-    if [entry.name for entry in self.path.iterdir()] == [_LOCK]:
-      shutil.rmtree(self.path, ignore_errors=True)
+    for entry in list_folder(replaced):
+      move(entry, self.path / entry.name)
+    delete(replaced)
+    if isinstance(self.path, pathlib.Path) and [entry.name for entry in list_folder(self.path)] == [_LOCK]:
+      delete(self.path)
     self.close()
 
 
-def find_checkpoints(path: str | pathlib.Path) -> pathlib.Path:
+def find_checkpoints(path: str | Path) -> Path:
   """Returns the folder of the checkpoints of a run, which may belong to another process.
 
   Raises:
     RunFolderError: if the folder holds no run, or its run has no checkpoint yet.
   """
-  path = pathlib.Path(path).expanduser()
+  path = as_path(path)
+  check_access(path, checkpoints=True)
   if not (path / _MARK).exists():
     missing = f"{_MARK} is missing" if path.is_dir() else "there is no such folder"
     raise RunFolderError(f"{path} holds no run: {missing}; give the folder of a run")
-  if not any(entry.name.isdecimal() for entry in path.glob("checkpoints/*")):
+  if not any(entry.name.isdecimal() for entry in list_folder(path / "checkpoints")):
     raise RunFolderError(f"the run in {path} has no checkpoint yet; wait for its first one")
   return path / "checkpoints"
 
 
-def schedule_of(path: pathlib.Path, process: int) -> pathlib.Path:
+def schedule_of(path: Path, process: int) -> Path:
   """Returns the file of a process's schedule; `path` is the first one's."""
   return path.with_stem(f"{path.stem}_{process}") if process else path
 
@@ -221,21 +252,29 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
     yield f"{name}: {old!r} -> {new!r}"
 
 
-def _take_lock(path: pathlib.Path) -> TextIO:
-  """Locks the folder for this process and returns the open lock file, which names the process."""
+def _take_lock(path: Path, now: float) -> TextIO | BucketLock:
+  """Locks the folder for this process; `now` is the time of the bucket that holds it."""
+  try:
+    return _lock_file(path / _LOCK) if isinstance(path, pathlib.Path) else BucketLock(path / _LOCK, now)
+  except InUseError as error:
+    raise RunFolderError(
+      f"{path} is in use by {error}: wait until it has ended, or choose another folder with --run-dir"
+    ) from error
+
+
+def _lock_file(path: pathlib.Path) -> TextIO:
+  """Locks a file, made if missing, and returns it open; it names the process."""
   while True:
-    lock = (path / _LOCK).open("a+")
+    lock = path.open("a+")
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      if (path / _LOCK).exists() and os.path.samestat(os.fstat(lock.fileno()), (path / _LOCK).stat()):
+      if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
         break
     except BlockingIOError as error:
       lock.seek(0)
       owner = lock.read().strip() or "another process"
       lock.close()
-      raise RunFolderError(
-        f"{path} is in use by {owner}: wait until it has ended, or choose another folder with --run-dir"
-      ) from error
+      raise InUseError(owner) from error
     lock.close()  # the process that held it removed the folder
   lock.truncate(0)
   lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -243,31 +282,25 @@ def _take_lock(path: pathlib.Path) -> TextIO:
   return lock
 
 
-def _check_no_foreign_files(path: pathlib.Path) -> None:
-  if path.is_dir() and not (path / _MARK).exists() and any(entry.name != _LOCK for entry in path.iterdir()):
+def _check_no_foreign_files(path: Path) -> None:
+  names = {entry.name for entry in list_folder(path)}
+  if _MARK not in names and any(name != _LOCK and not name.startswith(PROBE) for name in names):
     raise RunFolderError(f"{path} contains files that do not belong to a run: choose another folder")
 
 
-def _entries_of_run(path: pathlib.Path) -> list[pathlib.Path]:
+def _entries_of_run(path: Path) -> list[Path]:
   """Returns what a run has written, apart from the lock, which other processes must keep meeting."""
-  return [entry for entry in path.iterdir() if entry.name in _ENTRIES or _OTHER_SCHEDULE.fullmatch(entry.name)]
+  return [entry for entry in list_folder(path) if entry.name in _ENTRIES or _OTHER_SCHEDULE.fullmatch(entry.name)]
 
 
-def _set_aside(path: pathlib.Path) -> None:
+def _set_aside(path: Path) -> None:
   """Moves a run into a folder of its own within its folder; one that lies there already is the older of the two."""
   entries = _entries_of_run(path)
   if entries:
-    shutil.rmtree(path / _REPLACED, ignore_errors=True)
-    (path / _REPLACED).mkdir()
+    delete(path / _REPLACED)
+    make_folder(path / _REPLACED)
   for entry in entries:
-    entry.rename(path / _REPLACED / entry.name)
-
-
-def _delete(path: pathlib.Path) -> None:
-  if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path)
-  else:
-    path.unlink()
+    move(entry, path / _REPLACED / entry.name)
 
 
 def _check_same(path: pathlib.Path, fingerprint: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import threading
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -27,6 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from async_rl._buckets import Mirror
+from async_rl._paths import as_path
+from async_rl._paths import open_text
 from async_rl._validation import check_choice
 from async_rl._validation import check_number
 
@@ -51,7 +53,7 @@ class ScheduleRecorder:
   """Appends events to a file of JSON lines; thread-safe.
 
   Args:
-    path: the file; created if missing.
+    path: the file, on a disk or in a bucket; created if missing.
     position: the number of events to keep of an earlier run: the `position` at the resumed checkpoint. Later events,
       whose effects the checkpoint does not have, are cut off.
 
@@ -62,13 +64,15 @@ class ScheduleRecorder:
   def __init__(self, path: str | os.PathLike[str], position: int = 0):
     self._lock = threading.Lock()
     self._pending: list[str] = []
+    self._mirror = Mirror(as_path(path))
+    local = self._mirror.local
     lines = []
-    if position and pathlib.Path(path).exists():
-      with open(path, "rb") as earlier:
+    if position and local.exists():
+      with local.open("rb") as earlier:
         lines = [line for line in itertools.islice(earlier, position) if line.endswith(b"\n")]
     self._position = len(lines)
     self.damaged: list[str] = []
-    self._file = open(path, "ab")  # noqa: SIM115, closed by `close`
+    self._file = local.open("ab")
     self._file.truncate(sum(map(len, lines)))
     if len(lines) < position:
       self.damaged.append(
@@ -85,10 +89,11 @@ class ScheduleRecorder:
         self._write()
 
   def flush(self) -> int:
-    """Writes out all events and returns their number: the `position` to resume from."""
+    """Writes out all events, to a bucket too, and returns their number: the `position` to resume from."""
     with self._lock:
       self._write()
       self._file.flush()
+      self._mirror.upload()
       return self._position
 
   def close(self) -> None:
@@ -97,6 +102,7 @@ class ScheduleRecorder:
       self.flush()
     finally:
       self._file.close()
+      self._mirror.discard()
 
   def _write(self) -> None:
     self._file.write("".join(f"{line}\n" for line in self._pending).encode())
@@ -109,7 +115,7 @@ def read_schedule(path: str | os.PathLike[str]) -> Iterator[Event]:
   Raises:
     ValueError: at a line that is not an event; the message gives its number.
   """
-  with pathlib.Path(path).open(errors="replace") as lines:
+  with open_text(as_path(path)) as lines:
     for number, line in enumerate(lines, start=1):
       event = _parse_event(line)
       if event is None:

@@ -8,12 +8,12 @@ recorded asynchronous run; bit for bit reproducible.
 from __future__ import annotations
 
 import functools
-import pathlib
 import threading
 from collections.abc import Iterable
 from collections.abc import Iterator
 
 from async_rl import models
+from async_rl._paths import as_path
 from async_rl.recording._run_folder import schedule_of
 from async_rl.rollout._buffer import EndOfData
 from async_rl.rollout._schedule import LAG_KINDS
@@ -40,7 +40,7 @@ def drive(session: Session) -> None:
   elif schedule.lag in LAG_KINDS:
     run_simulated(session, LagDistribution(schedule.max_lag, schedule.lag, session.experiment.options.training.seed))
   else:
-    replay(session, read_schedule(schedule_of(pathlib.Path(schedule.lag), session.hosts.index)))
+    replay(session, read_schedule(schedule_of(as_path(schedule.lag, "lag"), session.hosts.index)))
 
 
 def run_async(session: Session) -> None:

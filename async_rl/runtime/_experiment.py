@@ -17,6 +17,9 @@ from async_rl import learning
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
+from async_rl._paths import Path
+from async_rl._paths import as_path
+from async_rl._paths import resolve
 from async_rl._validation import check_number
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.rollout._mesh import Meshes
@@ -222,7 +225,7 @@ class Experiment:
       )
     return self._check(prompts).select(prompts)
 
-  def make_checkpointer(self, folder: pathlib.Path | str, *, read_only: bool = False) -> Checkpointer:
+  def make_checkpointer(self, folder: Path | str, *, read_only: bool = False) -> Checkpointer:
     """Opens the checkpoints in `folder`, which are refused if they are of another model; see `Checkpointer`."""
     lora = self.policy.lora
     model = {"model": dataclasses.asdict(self.policy.config), "lora": lora and dataclasses.asdict(lora)}
@@ -264,7 +267,7 @@ def _check_other_folder(options: Options) -> None:
   source, run_dir = options.training.init_from, options.output.run_dir
   if source is None:
     return
-  if pathlib.Path(source).expanduser().resolve().is_relative_to(pathlib.Path(run_dir).expanduser().resolve()):
+  if resolve(as_path(source, "init_from")).is_relative_to(resolve(as_path(run_dir, "run_dir"))):
     raise ValueError(
       f"*init_from* must be another folder than run_dir, got init_from={source!r} and run_dir={run_dir!r}; choose a "
       "new run_dir."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-import pathlib
 import types
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -21,6 +20,8 @@ from typing import get_args
 from typing import get_origin
 from typing import get_type_hints
 
+from async_rl._paths import as_path
+from async_rl._paths import check_path
 from async_rl._suggestions import suggestion
 from async_rl._validation import check_choice
 from async_rl._validation import check_number
@@ -57,6 +58,8 @@ class Training:
     check_number("samples", self.samples, whole=True, at_least=1)
     if self.epochs is not None:
       check_number("epochs", self.epochs, whole=True, at_least=1, remedy="leave it out for no limit")
+    if self.init_from is not None:
+      check_path("init_from", self.init_from)
     if self.init_from == "":
       raise ValueError(
         "*init_from* must name the folder of a run, got init_from=''; leave it out to start without one."
@@ -113,7 +116,7 @@ class Schedule:
   def __post_init__(self):
     check_choice("mode", self.mode, get_args(Mode))
     check_number("max_lag", self.max_lag, whole=True, at_least=0)
-    if self.lag not in LAG_KINDS and not pathlib.Path(self.lag).is_file():
+    if self.lag not in LAG_KINDS and not as_path(self.lag, "lag").is_file():
       raise ValueError(
         f"*lag* must be one of {', '.join(LAG_KINDS)} or the schedule.jsonl of a run, got lag={self.lag!r}, "
         "which is no file."
@@ -193,7 +196,7 @@ class Length:
 class Output:
   """Evaluations, and everything that a run writes; may change when it is resumed."""
 
-  #: Folder of everything the run writes. The same folder with the same options resumes.
+  #: Folder of everything the run writes, also gs://bucket/folder. The same folder with the same options resumes.
   run_dir: str = "runs/experiment"
   #: Optimizer steps between evaluations on held-out prompts; 0: only before and after.
   eval_every: int = 0
@@ -213,6 +216,7 @@ class Output:
   def __post_init__(self):
     if not self.run_dir.strip() or not self.run_dir.isprintable():
       raise ValueError(f"*run_dir* must name a folder, in printable characters, got run_dir={self.run_dir!r}.")
+    check_path("run_dir", self.run_dir)
     for name in ("eval_every", "eval_prompts", "checkpoint_every"):
       check_number(name, getattr(self, name), whole=True, at_least=0)
     if self.eval_temperature not in (None, 0):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 from async_rl import learning
 from async_rl import models
+from async_rl._paths import Path
 from async_rl.recording._checkpoint import CheckpointError
 from async_rl.runtime._stages import restore_or_make
 
 
-def set_starting_reference(learner: learning.Learner, folder: pathlib.Path, params: models.Params | None) -> None:
+def set_starting_reference(learner: learning.Learner, folder: Path, params: models.Params | None) -> None:
   """Gives the learner the run's starting weights as its reference policy.
 
   Args:

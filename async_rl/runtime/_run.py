@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 
 from async_rl import tasks
+from async_rl._paths import list_folder
 from async_rl.recording._metrics import check_wandb
 from async_rl.recording._report import write_report
 from async_rl.recording._run_folder import RunFolder
@@ -63,18 +64,21 @@ def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
   if output.wandb:
     check_wandb()
   folder = _open_folder(experiment, hosts)
+  opened = False
+
+  def close_folder() -> None:
+    if not opened and not folder.resumed and not any(e.name[0].isdigit() for e in list_folder(folder.checkpoints)):
+      folder.remove()  # nothing was saved, so let the corrected command reuse the folder
+    folder.close()
+
   with contextlib.ExitStack() as stack:
-    stack.callback(folder.close)
+    stack.callback(close_folder)  # the last one, since others write into the folder while they are closed
     hosts.stop.activity = "starting"
     stack.enter_context(hosts.stop.caught())
-    try:
-      pool = tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout)
-      session = Session(experiment, folder, stack.enter_context(pool), hosts)
-      session.open(stack)
-    except BaseException:
-      if not folder.resumed and not any(folder.checkpoints.glob("[0-9]*")):
-        folder.remove()  # nothing was saved, so let the corrected command reuse the folder
-      raise
+    pool = tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout)
+    session = Session(experiment, folder, stack.enter_context(pool), hosts)
+    session.open(stack)
+    opened = True
     if hosts.first:
       folder.discard_replaced()
     with hosts.stop.deferred():

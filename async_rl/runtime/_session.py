@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import time
 from typing import Any
 from typing import NoReturn
@@ -13,6 +12,7 @@ import jax
 
 from async_rl import learning
 from async_rl import tasks
+from async_rl._paths import delete
 from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._metrics import MetricsWriter
 from async_rl.recording._metrics import NoMetricsWriter
@@ -196,7 +196,7 @@ class Session:
     params = start(self._stage_inputs) if start is not None else None
     self.state = self._learner.init(jax.random.key(self.experiment.options.training.seed), params)
     if self.hosts.first:  # left by a run that ended before its first checkpoint
-      shutil.rmtree(self.folder.reference, ignore_errors=True)
+      delete(self.folder.reference)
     self.hosts.barrier()
     if self.experiment.keeps_reference:
       set_starting_reference(self._learner, self.folder.reference, self.state.params)
@@ -368,6 +368,7 @@ class Session:
 
   def save(self) -> None:
     """Starts a checkpoint of the current version, the actor paused between two chunks."""
+    self.folder.check_lock()
     self._log.flush()
     with self.actor.paused():
       self.buffer.raise_error()
@@ -379,7 +380,7 @@ class Session:
         "actor": self.actor.state(),
         "ledger": self._ledger.state(),
         "schedule": self._recorder.flush(),
-        "metrics": self._writer.rows,
+        "metrics": self._writer.flush(),
         "assigned": {str(step): tickets for step, tickets in self.assigned.items()},
         "accuracy": {str(version): value for version, value in self.accuracy.items()},
       }

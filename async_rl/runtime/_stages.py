@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from async_rl import learning
 from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
+from async_rl._paths import Path
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._run_folder import find_checkpoints
@@ -137,7 +137,7 @@ class RunStage:
 
 
 def restore_or_make(
-  folder: pathlib.Path | str,
+  folder: Path | str,
   abstract: models.Params,
   fingerprint: Mapping[str, Any],
   make: Callable[[], models.Params | None],

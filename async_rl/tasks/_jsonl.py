@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
+
+from async_rl._buckets import check_access
+from async_rl._paths import Path
+from async_rl._paths import as_path
 
 #: What other files start with, what they are, and the remedy.
 _FOREIGN = (
@@ -21,7 +24,7 @@ _FOREIGN = (
 class JsonLines(Sequence[dict[str, Any]]):
   """The records of a file with one JSON object per line, and where each of them stands."""
 
-  def __init__(self, path: pathlib.Path, records: Sequence[dict[str, Any]], lines: Sequence[int]):
+  def __init__(self, path: Path, records: Sequence[dict[str, Any]], lines: Sequence[int]):
     """Args: path: the file; records: the objects; lines: the line number of each, from 1 on."""
     self._path = path
     self._records = records
@@ -44,7 +47,7 @@ def read_jsonl(
   """Reads a file with one JSON object per line; blank lines are skipped, and so is a byte-order mark.
 
   Args:
-    path: the file, in UTF-8.
+    path: the file, in UTF-8, on a disk or in a bucket.
     fields: the fields that every record must have, and not as null.
     check: a function that raises a ValueError, which names the field, for a record that is of no use.
 
@@ -53,7 +56,8 @@ def read_jsonl(
     ValueError: if a line is no such object, a text in it cannot be encoded, or there is no line; it names file and
       line.
   """
-  path = pathlib.Path(path).expanduser()
+  path = as_path(path)
+  check_access(path)
   if not path.is_file():
     raise FileNotFoundError(f"there is no file {str(path)!r}: give the folder that holds {path.name}")
   records, lines = [], []
