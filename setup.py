@@ -39,7 +39,7 @@ TRAIN = [
 REASONING = ["reasoning-gym>=0.1.20"]
 WEIGHTS = ["gguf>=0.17", "huggingface_hub>=0.30"]
 # Folders in buckets of Google Cloud Storage, gs://bucket/folder; fsspec comes with gcsfs.
-GCS = ["fsspec>=2025.2", "gcsfs>=2025.2", "google-cloud-storage>=3"]
+GCS = ["fsspec>=2026.9", "gcsfs>=2026.9", "google-cloud-storage>=3"]
 TEST = [
   *GCS,
   *WEIGHTS,

@@ -1,4 +1,4 @@
-"""Two processes of four devices each: every host its own generation mesh, one learner mesh over both."""
+"""Two processes of four devices each: their meshes, the weights between these, and checkpoints in a bucket."""
 
 import os
 import socket
@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 PROGRAM = """
-import functools, pathlib, sys
+import functools, sys
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-process, port, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
 from async_rl import models, sampling
@@ -46,10 +46,11 @@ for fsdp, tensor, generation_tensor in ((2, 1, 2), (2, 2, 1), (4, 1, 2)):
   store.close()
 state = TrainState(params, (), put(np.int32(3), NamedSharding(meshes.learner, P())))
 
-# Arrays are saved once, host state by each process.
+# Arrays are saved once, host state by each process; in a bucket, where runs of several hosts have their folder.
 checkpointer = Checkpointer(folder, keep=1, fingerprint={})
 checkpointer.save(3, state, {"process": process, "rows": np.arange(process)})
-checkpointer.wait()
+checkpointer.close()
+checkpointer = Checkpointer(folder, keep=1, fingerprint={})
 abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 restored, hosts = checkpointer.restore(abstract)
 assert [host["process"] for host in hosts] == [0, 1]
@@ -61,7 +62,7 @@ print("done")
 """
 
 
-def test_two_processes(tmp_path):
+def test_two_processes(bucket):
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = str(free.getsockname()[1])
@@ -69,7 +70,7 @@ def test_two_processes(tmp_path):
   environment = {**os.environ, "XLA_FLAGS": flags}
   processes = [
     subprocess.Popen(
-      [sys.executable, "-c", PROGRAM, str(i), port, str(tmp_path / "checkpoints")],
+      [sys.executable, "-c", PROGRAM, str(i), port, bucket.path("checkpoints")],
       env=environment,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
