@@ -21,7 +21,7 @@ install_into() {
   mark="$(cksum < setup.py | cut -d' ' -f1)-$("$folder/bin/python" -V | tr -d ' ')$extras"
   if ! grep -qsxF "$mark" "$folder/installed"; then
     echo "Installing async_rl$extras into $folder ..."
-    .venv/bin/python -m pip --python "$folder/bin/python" install -qq --editable ".$extras" || return 1
+    .venv/bin/python -m pip --python "$folder/bin/python" install -qq --no-compile --editable ".$extras" || return 1
     echo "$mark" >> "$folder/installed"
   fi
 }

