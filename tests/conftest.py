@@ -37,6 +37,24 @@ def _forget_programs():
   jax.clear_caches()
 
 
+@pytest.fixture
+def tpu_chips(monkeypatch):
+  """Returns the chips of a TPU topology by its name; programs compile for them as those of users do.
+
+  Skips where libtpu is not installed. The compilation cache is off, since programs for TPUs cannot be read back.
+  """
+  pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
+  from jax.experimental import topologies
+
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine's metadata server to ask
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles, so that others may do so, too
+  jax.config.update("jax_enable_compilation_cache", False)
+  jax.config.update("jax_disable_most_optimizations", False)
+  yield lambda name, **options: topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+  jax.config.update("jax_disable_most_optimizations", True)
+  jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path():
   """The GGUF file of SmolLM2-135M-Instruct; tests that ask for it are skipped where it was not fetched."""

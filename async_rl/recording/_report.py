@@ -22,6 +22,7 @@ from async_rl.recording._plots import draw
 from async_rl.recording._plots import make_curve
 from async_rl.recording._plots import make_curves
 from async_rl.recording._run_folder import RunFolder
+from async_rl.recording._run_folder import describe_missing_run
 
 #: The columns of the table of final values: heading, metric, format.
 _FINAL = (
@@ -137,8 +138,7 @@ def _read_run(path: Path) -> Rows:
   check_access(path)
   file = path / "metrics.jsonl"
   if not file.exists():
-    missing = f"{file.name} is missing" if path.is_dir() else "there is no such folder"
-    raise FileNotFoundError(f"{path} holds no run: {missing}")
+    raise FileNotFoundError(describe_missing_run(path, file.name))
   try:
     rows = list(read_metrics(file))
   except ValueError as error:

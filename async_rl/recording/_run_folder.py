@@ -231,11 +231,16 @@ def find_checkpoints(path: str | Path) -> Path:
   path = as_path(path)
   check_access(path, checkpoints=True)
   if not (path / _MARK).exists():
-    missing = f"{_MARK} is missing" if path.is_dir() else "there is no such folder"
-    raise RunFolderError(f"{path} holds no run: {missing}; give the folder of a run")
+    raise RunFolderError(f"{describe_missing_run(path, _MARK)}; give the folder of a run")
   if not any(entry.name.isdecimal() for entry in list_folder(path / "checkpoints")):
     raise RunFolderError(f"the run in {path} has no checkpoint yet; wait for its first one")
   return path / "checkpoints"
+
+
+def describe_missing_run(path: Path, file: str) -> str:
+  """Returns why a folder without `file` holds no run."""
+  missing = f"{file} is missing" if path.is_dir() else "there is no such folder"
+  return f"{path} holds no run: {missing}"
 
 
 def schedule_of(path: Path, process: int) -> Path:

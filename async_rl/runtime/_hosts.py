@@ -13,11 +13,10 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from async_rl.models import named_mesh
 from async_rl.rollout._buffer import EndOfData
 from async_rl.runtime._signals import StopRequested
 from async_rl.runtime._signals import StopSignal
@@ -93,7 +92,7 @@ class JoinedHosts(Hosts):
     self._watch = watch
     self._device = jax.local_devices(backend="cpu")[0]
     devices = {device.process_index: device for device in reversed(jax.devices("cpu"))}
-    mesh = Mesh(np.array([devices[i] for i in sorted(devices)]), ("hosts",), axis_types=(AxisType.Auto,))
+    mesh = named_mesh(np.array([devices[i] for i in sorted(devices)]), ["hosts"])
     self._rows = NamedSharding(mesh, PartitionSpec("hosts"))
     self._all_gather = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))
     # Accelerators may number the processes otherwise than CPUs do. This first exchange also connects the processes,

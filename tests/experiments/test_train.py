@@ -242,6 +242,7 @@ import dataclasses
 
 from async_rl import learning
 from async_rl import losses
+from async_rl import runtime
 from async_rl import tasks
 from experiments.configs import quickstart
 

@@ -8,6 +8,7 @@ import optax
 
 from async_rl import learning
 from async_rl import models
+from async_rl import rollout
 from async_rl import stabilizers
 from async_rl.types import LENGTH
 from async_rl.types import STOP
@@ -55,9 +56,7 @@ def make_groups(seed=0, groups=4, samples=4, prompt=(1, 8), completion=(1, 12), 
 
 
 def make_mesh(data=1, fsdp=1, tensor=1):
-  shape = (data, fsdp, tensor)
-  types = (jax.sharding.AxisType.Auto,) * 3
-  return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=types, devices=jax.devices()[: np.prod(shape)])
+  return rollout.make_mesh(jax.devices()[: data * fsdp * tensor], fsdp=fsdp, tensor=tensor)
 
 
 def stabilized(optimizer):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from async_rl import models
+from async_rl import rollout
 from async_rl.models import _attention
 from async_rl.models import _splash_attention
 
@@ -56,9 +56,7 @@ def test_splash_equals_xla(local, options, monkeypatch):
 @pytest.mark.parametrize("groups", [2, 1])  # one that "tensor" divides and one that it does not
 def test_splash_on_a_mesh_equals_xla(groups):
   *qkv, segments = inputs(groups=groups)
-  mesh = jax.make_mesh(
-    (1, 2, 2), ("data", "fsdp", "tensor"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 3
-  )
+  mesh = rollout.make_mesh(jax.devices()[:4], fsdp=2, tensor=2)
   placed = jax.device_put(qkv, NamedSharding(mesh, PartitionSpec("fsdp")))
   (_, got), _ = value_and_gradient(segments, True, "splash", mesh, window=30)(*placed)
   (_, expected), _ = value_and_gradient(segments, True, "xla", window=30)(*qkv)
@@ -98,9 +96,7 @@ def cudnn_is_found(monkeypatch):
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_each_gpu_calls_cudnn_on_its_own_rows_and_heads(tensor):
   """Lowered for GPUs. The mask of a prefill is a constant, which the compiler would not split as it splits queries."""
-  mesh = jax.make_mesh(
-    (4 // tensor, 1, tensor), ("data", "fsdp", "tensor"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 3
-  )
+  mesh = rollout.make_mesh(jax.devices()[:4], tensor=tensor)
   config = models.ModelConfig(
     vocab_size=64, d_model=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=32,
     sliding_window=5, global_every=2,

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import AxisType
 
 from async_rl import models
+from async_rl import rollout
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NAMES = ("llama3", "smollm2", "qwen2", "qwen3", "gemma2", "gemma3")
@@ -75,7 +75,7 @@ def test_every_named_config_survives_config_json(name, tmp_path):
 def test_sharded_parameters_are_loaded_and_saved_in_several_files(tmp_path):
   checkpoint = models.open_checkpoint(GOLDEN / "qwen3")
   policy = models.Policy(checkpoint.config)
-  mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  mesh = rollout.make_mesh(jax.devices(), fsdp=2, tensor=2)
   shardings = models.param_shardings(policy.abstract(), mesh)
   params = models.load_params(checkpoint, shardings)
   jax.tree.map(np.testing.assert_array_equal, params, models.load_params(checkpoint))
@@ -97,7 +97,7 @@ def test_sharded_parameters_are_loaded_and_saved_in_several_files(tmp_path):
 
 def test_reading_takes_pieces_only():
   checkpoint = models.open_checkpoint(GOLDEN / "qwen3")
-  mesh = jax.make_mesh((1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  mesh = rollout.make_mesh(jax.devices(), fsdp=4, tensor=2)
   largest, read = {}, checkpoint.read
 
   def spy(name, index):

@@ -8,11 +8,11 @@ import models_reference as reference
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from async_rl import models
+from async_rl import rollout
 
 LORA = models.LoRA(rank=2, alpha=3.0)
 PLAIN = models.Policy(reference.LLAMA, dtype="float32")
@@ -105,7 +105,7 @@ def test_targets_and_rank_count():
 
 def test_sharded_equals_unsharded():
   params = started()
-  mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  mesh = rollout.make_mesh(jax.devices(), fsdp=2, tensor=2)
   placed = jax.device_put(params, models.param_shardings(POLICY.abstract(), mesh))
   inputs = jax.device_put(tuple(np.tile(x, (4, 1)) for x in rows()), NamedSharding(mesh, PartitionSpec(models.ROWS)))
   sharded = dataclasses.replace(POLICY, mesh=mesh)

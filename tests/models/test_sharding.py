@@ -10,18 +10,15 @@ import jax.numpy as jnp
 import models_reference as reference
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from async_rl import models
 from async_rl.models import _token_stats
 
-AXES = ("data", "fsdp", "tensor")
-
 
 def make_mesh(*shape):
-  return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
+  return models.named_mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape))
 
 
 def batch(rows, length):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 from learning_helpers import make_groups
@@ -22,26 +21,9 @@ from async_rl import rollout
 from async_rl import sampling
 from experiments.plan._hlo_costs import count_compiled
 
-pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
 
-
-@pytest.fixture
-def chips(monkeypatch):
-  """Returns the chips of a topology, for which programs compile as those of users do.
-
-  The compilation cache is off, since programs for them cannot be read back.
-  """
-  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine's metadata server to ask
-  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles, so that others may do so, too
-  jax.config.update("jax_enable_compilation_cache", False)
-  jax.config.update("jax_disable_most_optimizations", False)
-  yield lambda name, **options: topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-  jax.config.update("jax_disable_most_optimizations", True)
-  jax.config.update("jax_enable_compilation_cache", True)
-
-
-def test_a_sharded_policy_compiles_for_tpus(chips):
-  mesh = rollout.make_mesh(chips("v5e:2x2"), fsdp=2, tensor=2)
+def test_a_sharded_policy_compiles_for_tpus(tpu_chips):
+  mesh = rollout.make_mesh(tpu_chips("v5e:2x2"), fsdp=2, tensor=2)
   config = models.ModelConfig(
     vocab_size=256, d_model=128, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=64, d_ff=128,
     sliding_window=100, global_every=2,
@@ -67,9 +49,9 @@ HOISTING_LIBTPU = (0, 0, 52)
 
 
 @pytest.mark.parametrize("lora", [None, models.LoRA(rank=4)], ids=["weights", "adapters"])
-def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(chips, lora):
+def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chips, lora):
   """Nothing that is whole is summed, and nothing of a table is gathered in the loop of micro-batches."""
-  mesh = rollout.make_mesh(chips("v5e:2x2"), fsdp=2)
+  mesh = rollout.make_mesh(tpu_chips("v5e:2x2"), fsdp=2)
   policy = models.Policy(BIG_TABLE, attention="xla", lora=lora)
   learner = make_learner(shape_of(rows=4, row_tokens=32), mesh, optax.sgd(0.1), policy, head_chunk=32)
   batch = models.with_shardings(learning.pack(make_groups(), learner.shape), learner.batch_shardings)
@@ -91,10 +73,10 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(chips, 
   ("hosts", "generation", "fsdp", "parts"),
   [(1, 4, 4, 1), (2, 2, 4, 2), (2, 2, 2, 1), (2, 1, 2, 1), (2, 1, 3, 1), (2, 1, 6, 2)],
 )
-def test_learner_chips_stage_their_own_part_of_a_push(chips, hosts, generation, fsdp, parts):
+def test_learner_chips_stage_their_own_part_of_a_push(tpu_chips, hosts, generation, fsdp, parts):
   """Qwen3-0.6B from one host or two; where one lacks parts, each chip also takes those of a chip of the other."""
   bounds = {"chips_per_host_bounds": (2, 4 // hosts, 1)}
-  meshes = rollout.make_meshes(generation, fsdp=fsdp, devices=chips("v5e:2x4", **bounds))
+  meshes = rollout.make_meshes(generation, fsdp=fsdp, devices=tpu_chips("v5e:2x4", **bounds))
   policy = models.Policy(models.named("qwen3-0.6b"))
   abstract = models.with_shardings(policy.abstract(), models.param_shardings(policy.abstract(), meshes.learner))
   prepared = jax.eval_shape(functools.partial(sampling.prepare_weights, policy), policy.abstract())

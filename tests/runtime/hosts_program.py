@@ -41,6 +41,12 @@ RUNS = {
 
 def start(scenario, folder, count=2, devices=2):
   """Starts the processes of a scenario."""
+  program = [str(HERE / "hosts_program.py"), scenario]
+  return start_processes(lambda i, port: [*program, str(i), str(count), port, str(folder)], count, devices)
+
+
+def start_processes(arguments, count, devices, stdout=None):
+  """Starts Python processes on so many CPU devices each; `arguments` are those of process i, given a free port."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = str(free.getsockname()[1])
@@ -49,15 +55,10 @@ def start(scenario, folder, count=2, devices=2):
     "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), str(HERE)]),
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
-    "JAX_COMPILATION_CACHE_DIR": str(HERE.parents[1] / ".pytest_cache" / "jax"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
   }
-  command = [sys.executable, str(HERE / "hosts_program.py"), scenario]
   return [
     subprocess.Popen(
-      [*command, str(i), str(count), port, str(folder)], env=environment, stderr=subprocess.PIPE, text=True
+      [sys.executable, *arguments(i, port)], env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
     )
     for i in range(count)
   ]

@@ -1,9 +1,8 @@
 """Two processes of four devices each: their meshes, the weights between these, and checkpoints in a bucket."""
 
-import os
-import socket
 import subprocess
-import sys
+
+from hosts_program import start_processes
 
 PROGRAM = """
 import functools, sys
@@ -63,21 +62,9 @@ print("done")
 
 
 def test_two_processes(bucket):
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = str(free.getsockname()[1])
-  flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"  # the last one counts
-  environment = {**os.environ, "XLA_FLAGS": flags}
-  processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROGRAM, str(i), port, bucket.path("checkpoints")],
-      env=environment,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
+  processes = start_processes(
+    lambda i, port: ["-c", PROGRAM, str(i), port, bucket.path("checkpoints")], 2, 4, subprocess.PIPE
+  )
   try:
     outputs = [process.communicate(timeout=120) for process in processes]
   finally:

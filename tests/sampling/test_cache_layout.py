@@ -1,15 +1,8 @@
 """The order of the cache in memory: the same samples in any order, and on TPUs the one that is never copied."""
 
-import importlib.util
-
-import jax
-import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout
-from jax.sharding import AxisType
-from jax.sharding import Mesh
 from sampling_helpers import CONFIG
 from sampling_helpers import STOPS
 from sampling_helpers import engine_of
@@ -18,6 +11,7 @@ from sampling_helpers import requests_of
 from sampling_helpers import same
 
 from async_rl import models
+from async_rl import rollout
 from async_rl import sampling
 from async_rl.sampling import _programs
 
@@ -38,20 +32,8 @@ def test_the_order_of_the_cache_changes_no_sample(monkeypatch):
   same(got, sampling.generate(engine_of(), requests_of(range(7))), exact=False)
 
 
-@pytest.fixture
-def tpu(monkeypatch):
-  """A TPU chip that is not there: programs compile for it."""
-  if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("compiling for TPUs needs the package libtpu")
-  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine's metadata server to ask
-  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles, so that others may do so, too
-  jax.config.update("jax_enable_compilation_cache", False)  # such programs cannot be read back
-  yield topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-  jax.config.update("jax_enable_compilation_cache", True)
-
-
 @pytest.mark.parametrize("order", ["by position", "by head"])
-def test_decoding_on_tpus_holds_the_cache_once(tpu, monkeypatch, order):
+def test_decoding_on_tpus_holds_the_cache_once(tpu_chips, monkeypatch, order):
   if order == "by head":  # what it costs otherwise: the day this fails, the special order can go
     monkeypatch.setattr(_programs, "_cache_format", lambda heads: heads)
   config = models.ModelConfig(
@@ -60,7 +42,7 @@ def test_decoding_on_tpus_holds_the_cache_once(tpu, monkeypatch, order):
   sizes = sampling.SamplerConfig(
     slots=64, group_size=8, max_prompt_tokens=256, max_new_tokens=256, chunk=32, length_buckets=1
   )
-  mesh = Mesh(np.array([tpu]).reshape(1, 1, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  mesh = rollout.make_mesh(tpu_chips("v5e:2x2")[:1])
   program = _programs.Programs(models.Policy(config), sizes, (1,), mesh).decode(sizes.capacity)
   cache = 2 * 2 * 64 * 8 * sizes.capacity * 128 * 2  # bytes of keys and values
   memory = program.memory_analysis()

@@ -7,14 +7,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import Mesh
 from sampling_helpers import CONFIG
 from sampling_helpers import STOPS
 from sampling_helpers import make
 from sampling_helpers import requests_of
 from sampling_helpers import same
 
+from async_rl import models
 from async_rl import sampling
 
 SIZED = dataclasses.replace(CONFIG, slots=8)
@@ -22,7 +21,7 @@ SIZED = dataclasses.replace(CONFIG, slots=8)
 
 def engine_on(devices, **axes):
   policy, params = make()
-  mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+  mesh = models.named_mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
   engine = sampling.Engine(policy, SIZED, STOPS, pad_id=0, mesh=mesh)
   engine.set_weights(params, 3)
   return engine
@@ -74,6 +73,6 @@ def test_prefixes_travel_once_and_not_once_per_sample(axes):
 
 def test_slots_that_the_mesh_cannot_divide_are_refused():
   policy, _ = make()
-  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+  mesh = models.named_mesh(np.array(jax.devices()).reshape(4, 2), models.ROWS)
   with pytest.raises(ValueError, match="multiple of 8, .* slots=6; the next is slots=8"):
     sampling.Engine(policy, CONFIG, STOPS, pad_id=0, mesh=mesh)

@@ -13,7 +13,8 @@ import tempfile
 TESTS = pathlib.Path(__file__).parents[1]
 sys.path += [str(TESTS.parent), str(TESTS), str(TESTS / "runtime")]
 
-from hosts_program import RUNS  # noqa: E402, after the path is set
+import conftest  # noqa: E402, F401, after the path is set: it has the settings of compilation
+from hosts_program import RUNS  # noqa: E402
 from hosts_program import finish  # noqa: E402
 from hosts_program import start  # noqa: E402
 
