@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import runtime_helpers
 from jax._src import compiler
+from tiny import DigitSums
 from tiny import tiny
 
 from async_rl import runtime
@@ -28,6 +29,8 @@ from experiments import train
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 4
+#: The environment variable with the folder of the run `killed`, in a bucket; by default it is beside the other runs.
+KILLED = "HOSTS_PROGRAM_KILLED"
 #: The runs of the scenario `runs`, by name.
 RUNS = {
   "whole": dict(mode="simulated", eval_prompts=5, checkpoint_every=1),
@@ -119,13 +122,16 @@ def observed(steps):
 def make_runs(devices, folder):
   """Makes the runs and writes what this process saw of them."""
   results = {}
+  task = DigitSums(numbers=2, train=64, test=8, data_dir=str(folder / "data"))
   with runtime.join_hosts(devices) as hosts:
     for name, options in RUNS.items():
       steps = results[name] = []
       if name == "replay":
         options = options | {"lag": str(folder / "async" / "schedule.jsonl")}
       start = runtime.SupervisedStage(steps=2, learning_rate=1e-3, check_every=1) if name == "stages" else None
-      experiment = tiny(run_dir=str(folder / name), **{"steps": STEPS, **options}, start=start)
+      run_dir = os.environ.get(KILLED) if name == "killed" else None
+      options = {"run_dir": run_dir or str(folder / name), "steps": STEPS, **options}
+      experiment = tiny(task=task, start=start, **options)
       with observed(steps):
         if name == "killed":
           with runtime_helpers.killed_at(2):

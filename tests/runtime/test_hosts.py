@@ -5,6 +5,8 @@ import re
 
 import numpy as np
 import pytest
+from bucket_server import running_server
+from hosts_program import KILLED
 from hosts_program import RUNS
 from hosts_program import STEPS
 from hosts_program import finish
@@ -14,6 +16,7 @@ from tiny import tiny
 from async_rl import recording
 from async_rl import rollout
 from async_rl import runtime
+from async_rl._paths import as_path
 from async_rl.runtime import _join
 from async_rl.runtime import _step_log
 
@@ -24,7 +27,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder):
+def killed():
+  """The folder of the run `killed`, in a bucket."""
+  server = running_server()
+  path = server.make_bucket().path("runs/killed")
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in {**server.environment, KILLED: path}.items():
+      patch.setenv(name, value)
+    yield path
+
+
+@pytest.fixture(scope="module")
+def results(folder, killed):
   """What each of the two processes saw, by run."""
   statuses, errors = finish(start("runs", folder))
   assert statuses == [0, 0], errors
@@ -57,10 +71,11 @@ def test_after_every_step_all_processes_have_the_same_parameters(results, name):
 
 
 @pytest.mark.parametrize(("name", "other"), [("killed", "whole"), ("replay", "async")])
-def test_a_simulated_run_is_the_same_bit_for_bit(results, folder, name, other):
-  """Again, killed and resumed; and as the replay of an asynchronous run."""
+def test_a_simulated_run_is_the_same_bit_for_bit(results, folder, killed, name, other):
+  """Again, killed and resumed, in a bucket; and as the replay of an asynchronous run."""
   assert results[1][name] == results[1][other]
-  steps = [[r for r in metrics(folder, run) if "loss" in r] for run in (name, other)]
+  files = [as_path(killed if run == "killed" else folder / run) / "metrics.jsonl" for run in (name, other)]
+  steps = [[r for r in recording.read_metrics(file) if "loss" in r] for file in files]
   for row, expected in zip(*steps, strict=True):
     assert row["loss"] == expected["loss"]
     assert row["grad/norm"] == expected["grad/norm"]
