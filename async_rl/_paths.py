@@ -13,7 +13,6 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
 from typing import IO
 from typing import TYPE_CHECKING
 from typing import Any
@@ -28,16 +27,18 @@ if TYPE_CHECKING:
 Path = Union[pathlib.Path, "epath.Path"]
 
 #: The start of a path with a scheme; `pathlib` leaves one of the two slashes.
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+#: A path in a bucket; clients would read the characters that are left out as patterns or versions.
+_IN_BUCKET = re.compile(r"gs://[^/*?#\[\]]+(/[^*?#\[\]]*)?")
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> None:
   """Raises a ValueError unless `path`, the value of *name*, is a path on a disk or gs://bucket/folder."""
   text = os.fspath(path)
-  if _SCHEME.match(text) and not re.match("gs://[^/]", text):
+  if _SCHEME.match(text) and not _IN_BUCKET.fullmatch(text):
     raise ValueError(
-      f"*{name}* must be a path on a disk or of the form gs://bucket/folder, got {name}={text!r}; no other store is "
-      "supported."
+      f"*{name}* must be a path on a disk or of the form gs://bucket/folder, without *?#[], got {name}={text!r}; no "
+      "other store is supported."
     )
 
 
@@ -58,8 +59,8 @@ def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     return pathlib.Path(path).expanduser()
   if missing := [package for package in ("gcsfs", "google.cloud.storage") if not _is_installed(package)]:
     raise ImportError(
-      f"{name}={text!r} needs {' and '.join(missing)}, not installed here: `pip install 'async_rl[gcs]'`, or choose a "
-      "folder on a disk."
+      f"{name}={text!r} needs {' and '.join(missing)}, not installed here; `pip install gcsfs google-cloud-storage`, "
+      "or choose a path on a disk."
     )
   import fsspec
   from etils import epath
@@ -132,8 +133,6 @@ def delete(path: Path) -> None:
     file_system().rm(str(path), recursive=True)
 
 
-@contextlib.contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
+def open_text(path: Path) -> TextIO:
   """Opens a file of UTF-8 to read; bytes that are none are replaced."""
-  with path.open("rb") as content:
-    yield io.TextIOWrapper(cast("IO[bytes]", content), encoding="utf-8", errors="replace")
+  return io.TextIOWrapper(cast("IO[bytes]", path.open("rb")), encoding="utf-8", errors="replace")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Annotated
 from typing import Any
 
 import tyro
@@ -19,6 +20,9 @@ from async_rl._paths import as_path
 from async_rl.recording import CheckpointError
 from async_rl.runtime import Experiment
 from experiments import configs
+
+#: The argument that names the folder of a run.
+RunDir = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
 
 
 def load_experiment(run_dir: str | os.PathLike[str], config: str | None = None, **options: Any) -> Experiment:

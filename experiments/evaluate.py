@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-import tyro
 
 from async_rl import models
 from async_rl import tasks
@@ -21,6 +20,7 @@ from async_rl.runtime import Experiment
 from async_rl.runtime import complete
 from async_rl.runtime import mean_and_interval
 from async_rl.types import Prompt
+from experiments._runs import RunDir
 from experiments._runs import command
 from experiments._runs import load_experiment
 from experiments._runs import restore_policy
@@ -82,7 +82,7 @@ def score(
 
 
 def evaluate(
-  run_dir: tyro.conf.Positional[str],
+  run_dir: RunDir,
   /,
   samples: int = 1,
   temperature: float | None = None,

@@ -6,6 +6,7 @@ Adapters are merged into the weights, so that `transformers` and every inference
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 from typing import Literal
 
 import tyro
@@ -14,14 +15,15 @@ from async_rl import models
 from async_rl._buckets import copy_to_disk
 from async_rl._buckets import written_on_disk
 from async_rl._paths import as_path
+from experiments._runs import RunDir
 from experiments._runs import command
 from experiments._runs import load_experiment
 from experiments._runs import restore_policy
 
 
 def export(
-  run_dir: tyro.conf.Positional[str],
-  folder: tyro.conf.Positional[str],
+  run_dir: RunDir,
+  folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
   /,
   like: str | None = None,
   dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",

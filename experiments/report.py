@@ -7,6 +7,7 @@ one picture, one curve per run. Either way the values that the runs ended with a
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import tyro
 
@@ -16,7 +17,11 @@ from async_rl.recording import tabulate_final_values
 from experiments._runs import command
 
 
-def report(runs: tyro.conf.Positional[tuple[str, ...]], /, output: str | None = None) -> None:
+def report(
+  runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR ...")],
+  /,
+  output: str | None = None,
+) -> None:
   """Draws the curves of runs, and prints their final values and the path of the picture.
 
   Args:

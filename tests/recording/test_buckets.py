@@ -1,12 +1,18 @@
 """Run folders, data and weights in a bucket, against a server of Google Cloud Storage's API."""
 
+import contextlib
 import importlib.util
 import itertools
+import re
 import time
 
+import jax
+import numpy as np
 import pytest
 from bucket_server import RIGHTS
 from bucket_server import Failure
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
 from async_rl import runtime
 from async_rl import tasks
@@ -18,10 +24,13 @@ from async_rl._paths import list_folder
 from async_rl.recording import RunFolder
 from async_rl.recording import RunFolderError
 from async_rl.recording import _bucket_lock
+from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._run_folder import find_checkpoints
+from async_rl.rollout._mesh import make_mesh
 from async_rl.rollout._schedule import ScheduleRecorder
 from async_rl.rollout._schedule import read_schedule
 from async_rl.tasks._jsonl import read_jsonl
+from async_rl.types import TrainState
 
 RUN = {"seed": 0}
 
@@ -156,16 +165,15 @@ def test_missing_packages_are_one_sentence_with_the_remedy(monkeypatch):
     RunFolder.open("gs://b/x", "text", RUN)
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/x", "foo://x", "gs:/bucket/x", "gs://", "file:///tmp/x", "gs:///x"])
+@pytest.mark.parametrize(
+  "path", ["s3://bucket/x", "foo://x", "gs:/bucket/x", "gs://", "file:///tmp/x", "gs:///x", "gs://b/x#1", "gs://b/*"]
+)
 def test_other_stores_are_refused_by_name(path):
-  words = "must be a path on a disk or of the form gs://bucket/folder, got {}='{}'"
-  with pytest.raises(ValueError, match=words.format("run_dir", path)):
-    runtime.Output(run_dir=path)
-  with pytest.raises(ValueError, match=words.format("init_from", path)):
-    runtime.Training(init_from=path)
-  with pytest.raises(ValueError, match=words.format("lag", path)):
-    runtime.Schedule(lag=path)
-  with pytest.raises(ValueError, match=words.format("path", path)):
+  words = r"must be a path on a disk or of the form gs://bucket/folder, without \*\?#\[\], got {}={}; no other store is"
+  for name, make in {"run_dir": runtime.Output, "init_from": runtime.Training, "lag": runtime.Schedule}.items():
+    with pytest.raises(ValueError, match=words.format(name, re.escape(repr(path)))):
+      make(**{name: path})
+  with pytest.raises(ValueError, match=words.format("path", re.escape(repr(path)))):
     read_jsonl(path, ("question",))
 
 
@@ -266,6 +274,33 @@ def test_a_folder_written_on_the_disk_arrives_whole_or_not_at_all(bucket):
   with pytest.raises(KeyboardInterrupt):
     write_half()
   assert bucket.names("other") == []
+
+
+def test_checkpoints_with_a_frozen_base_pass_over_a_damaged_one_and_keep_the_newest(bucket):
+  checkpoints = as_path(bucket.path("run/checkpoints"))
+  mesh, base = make_mesh(jax.devices()[:2], fsdp=2), np.arange(8, dtype=np.float32)
+  states = []
+  for step in range(3):
+    params = {"base": base, "adapters": {"a": np.full(4, step, np.float32)}}
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("fsdp")))
+    states.append(TrainState(params, (), jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))))
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), states[0])
+  with contextlib.closing(Checkpointer(checkpoints, keep=2, fingerprint={})) as checkpointer:
+    for step in range(3):
+      checkpointer.save(step, states[step], {"step": step})
+  assert {path.name for path in list_folder(checkpoints)} == {"1", "2"}
+  bucket.put("run/checkpoints/2/params/manifest.ocdbt", b"", {})
+  with contextlib.closing(Checkpointer(checkpoints, keep=2, fingerprint={})) as checkpointer:
+    restored, (host,) = checkpointer.restore(abstract)
+    assert host == {"step": 1}
+    np.testing.assert_array_equal(restored.params["adapters"]["a"], np.ones(4))
+    np.testing.assert_array_equal(restored.params["base"], base)
+    assert list(checkpointer.skipped) == [2]
+    checkpointer.set_aside_skipped()
+    assert "run/damaged/2/commit_success.txt" in bucket.objects
+    checkpointer.save(2, states[2], {"step": 2})
+    checkpointer.wait()
+    np.testing.assert_array_equal(checkpointer.restore(abstract)[0].params["adapters"]["a"], np.full(4, 2))
 
 
 def test_more_objects_than_fit_a_page_are_listed(bucket):
