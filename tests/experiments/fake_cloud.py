@@ -214,6 +214,13 @@ def kubernetes(cloud, action, *arguments):
 def curl(folder, *arguments):
   """The metadata of a machine, and its requests to the bucket with its token."""
   *_, address = arguments
+  if address == "https://astral.sh/uv/install.sh":
+    find = f'[ "$2" != find ] || echo "{sys.executable}"'
+    script = f"echo uv $* in $UV_PYTHON_INSTALL_DIR >&2\n{find}"
+    print(
+      f"mkdir -p $UV_INSTALL_DIR; cat > $UV_INSTALL_DIR/uv <<'E'\n#!/bin/sh\n{script}\nE\nchmod +x $UV_INSTALL_DIR/uv"
+    )
+    return
   if "metadata.google.internal" in address:
     assert "Metadata-Flavor: Google" in arguments
     known = {"token": '{"access_token":"secret","expires_in":9}', "ip": "localhost"}

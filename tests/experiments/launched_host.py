@@ -34,23 +34,35 @@ def pack_program(staging, program):
     archive.add(folder, ".")
 
 
-def start(home, job, worker=0, extras="train", **options):
-  """Starts the script of a job on a host whose home has the requirements installed, as after its first start."""
-  venv = home / "code" / ".venv"
-  (venv / "bin").mkdir(parents=True, exist_ok=True)
-  (venv / "bin" / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-  (venv / "bin" / "python").chmod(0o755)
-  mark = subprocess.run(["cksum"], input=(ROOT / "setup.py").read_bytes(), capture_output=True, check=True).stdout
-  version = f"Python{sys.version.split()[0]}"
-  (venv / "installed").write_text(f"{mark.decode().split()[0]}-{version}[{extras}]\n")
+def start(home, job, worker=0, *, python=sys.executable, **options):
+  """Starts the script of a job on a host.
+
+  Args:
+    home: the host's folder.
+    job: the run.
+    worker: the number of the host.
+    python: the Python that the host has.
+    **options: options of the script.
+  """
   script = home / "start.sh"
-  script.write_text(_script.render_script(job, STAGING, extras=extras, **options))
+  script.write_text(_script.render_script(job, STAGING, extras="train", **options))
   environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
     "ASYNC_RL_HOME": str(home),
     "ASYNC_RL_HOST": f"host-{worker}",
     "ASYNC_RL_REPORT_SECONDS": "1",
     "ASYNC_RL_RESTART_SECONDS": "0",
     "FAKE_WORKER": str(worker),
-    "PYTHON": sys.executable,
+    "PYTHON": python,
   }
   return subprocess.Popen(["bash", str(script), "job"], env=environment, start_new_session=True)
+
+
+def install(home):
+  """Makes the home of a host that has the requirements of the extra `train`, as after its first start."""
+  venv = home / "code" / ".venv"
+  (venv / "bin").mkdir(parents=True, exist_ok=True)
+  (venv / "bin" / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+  (venv / "bin" / "python").chmod(0o755)
+  mark = subprocess.run(["cksum"], input=(ROOT / "setup.py").read_bytes(), capture_output=True, check=True).stdout
+  version = f"Python{sys.version.split()[0]}"
+  (venv / "installed").write_text(f"{mark.decode().split()[0]}-{version}[train]\n")

@@ -1,6 +1,7 @@
 """The start-up script of a host, really run; only the machine's metadata and the bucket are not those of the cloud."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -48,7 +49,9 @@ def start(tmp_path):
   processes = []
 
   def start(job, worker=0, **options):
-    processes.append(launched_host.start(tmp_path / f"home-{worker}", job, worker=worker, **options))
+    home = tmp_path / f"home-{worker}"
+    launched_host.install(home)
+    processes.append(launched_host.start(home, job, worker, **options))
     return processes[-1]
 
   yield start
@@ -121,6 +124,14 @@ def test_code_that_is_missing_ends_the_run(staging, start):
   assert state == ["ended", "22"]
 
 
+def test_a_host_with_an_old_python_gets_a_new_one_by_uv(staging, start, tmp_path):
+  launched_host.pack_program(staging, "print('training')")
+  assert start(job(), python="no-new-python").wait(timeout=60) == 0
+  log, _ = left(staging)
+  assert f"uv python install 3.12 in {tmp_path / 'home-0' / 'python'}" in log
+  assert "training" in log
+
+
 def test_hosts_that_jax_does_not_join_find_each_other_by_the_bucket(staging, start):
   launched_host.pack_program(staging, 'import sys\nprint("training", *sys.argv[1:])')
   options = {"join_by_bucket": True, "prepare": "python -c 'print(6 * 7)'"}
@@ -133,15 +144,31 @@ def test_hosts_that_jax_does_not_join_find_each_other_by_the_bucket(staging, sta
     assert f"training quickstart {found}\n" in log
 
 
+#: A run of one step that starts from random parameters.
+TINY = """
+import dataclasses
+
+from experiments.configs import quickstart
+
+DEFAULTS = quickstart.Options()
+
+
+def build(options):
+  return dataclasses.replace(quickstart.build(options), start=None)
+"""
+
+
 def test_the_script_trains_the_code_of_this_clone(staging, start, tmp_path, monkeypatch):
   """The packed code trains a config with one process on the CPU, to its last step."""
   _script.pack_code(staging / "code.tar.gz")
+  (tmp_path / "tiny_config.py").write_text(TINY)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1")
   small = dict(mode="sync", steps=1, groups=2, samples=2, slots=4, rows=4, eval_prompts=0, reward_workers=0)
-  small |= dict(warm_accuracy=0.0, run_dir=tmp_path / "run")
-  arguments = [part for name, value in small.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-  status = start(job(*arguments)).wait(timeout=300)
+  options = small | {"run_dir": tmp_path / "run"}
+  arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+  tiny = dataclasses.replace(job(*arguments), config=str(tmp_path / "tiny_config.py"))
+  status = start(tiny).wait(timeout=300)
   log, state = left(staging)
   assert status == 0, log
   assert "Done: 1 optimizer steps." in log
