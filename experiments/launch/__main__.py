@@ -153,11 +153,9 @@ def launch(back_end: str, arguments: list[str]) -> int:
   try:
     return _drive.Drive(target, folder)() if back_end in _MACHINES else _pods.run_on_cluster(target)
   except KeyboardInterrupt:
-    print(
-      "\nThe run goes on without being followed, and without new machines after a preemption. The same command follows "
-      f"it; `python -m experiments.launch delete {back_end} {target.job.name} ...` ends it.",
-      file=sys.stderr,
-    )
+    unfollowed = ", but not on new machines after a preemption" if back_end in _MACHINES else ""
+    delete = f"`python -m experiments.launch delete {back_end} {target.job.name} ...`"
+    print(f"\nThe run goes on{unfollowed}. The same command follows it, {delete} ends it.", file=sys.stderr)
     return 130
 
 

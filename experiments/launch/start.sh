@@ -4,14 +4,16 @@
 home="${ASYNC_RL_HOME:-/opt/async_rl}"
 metadata=http://metadata.google.internal/computeMetadata/v1/instance
 host="${ASYNC_RL_HOST:-$(hostname)}"
+log="$home/${STAGING##*/}.log"
+export HOME="${HOME:-$home}" # services have none
 
 if [ "${1:-}" = job ]; then
   shift
 else
   # A service outlives this script, and is given time to save when the machine is stopped.
   mkdir -p "$home"
-  cp "$0" "$home/start.sh"
   systemctl stop async_rl 2> /dev/null || true
+  cp "$0" "$home/start.sh"
   exec systemd-run --unit=async_rl --collect --property=After=network-online.target --property=KillMode=mixed \
     --property="TimeoutStopSec=$GRACE_SECONDS" bash "$home/start.sh" job
 fi
@@ -34,7 +36,7 @@ store() {
 
 # Leaves the log and the state of this host, with a number that changes every time.
 report() {
-  store "$home/log" "$host.log" || true
+  store "$log" "$host.log" || true
   echo "$(cat "$home/state") $(date +%s)" > "$home/reported"
   store "$home/reported" "$host.state" || true
 }
@@ -105,7 +107,7 @@ helps() {
   [ -z "$stopping" ] && [ "$restarts" -lt "$MAX_RESTARTS" ] || return 1
   case "$status" in 134 | 137) ;; *) return 0 ;; esac
   # Aborts that come again before anything was saved are no preemptions.
-  resumed=$(grep -o "resumed at step [0-9]*" "$home/log" | tail -n 1) || true
+  resumed=$(grep -o "resumed at step [0-9]*" "$log" | tail -n 1) || true
   [ "$resumed" = "$last_resumed" ] && same=$((same + 1)) || same=1
   last_resumed=$resumed
   if [ "$same" -ge 3 ]; then
@@ -117,9 +119,8 @@ helps() {
 
 mkdir -p "$home"
 cd "$home"
-: > log
 echo installing > state
-exec >> "$home/log" 2>&1
+exec >> "$log" 2>&1
 child="" stopping="" status=143 restarts=0 same=0 last_resumed=none process=()
 trap 'finish $?' EXIT
 trap stop TERM INT

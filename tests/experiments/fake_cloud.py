@@ -217,9 +217,7 @@ def curl(folder, *arguments):
   if address == "https://astral.sh/uv/install.sh":
     find = f'[ "$2" != find ] || echo "{sys.executable}"'
     script = f"echo uv $* in $UV_PYTHON_INSTALL_DIR >&2\n{find}"
-    print(
-      f"mkdir -p $UV_INSTALL_DIR; cat > $UV_INSTALL_DIR/uv <<'E'\n#!/bin/sh\n{script}\nE\nchmod +x $UV_INSTALL_DIR/uv"
-    )
+    print(f"mkdir -p $UV_INSTALL_DIR; cd $UV_INSTALL_DIR\ncat > uv <<'E'\n#!/bin/sh\n{script}\nE\nchmod +x uv")
     return
   if "metadata.google.internal" in address:
     assert "Metadata-Flavor: Google" in arguments

@@ -105,7 +105,7 @@ def test_aborts_that_come_again_without_progress_end_the_run(run):
 def test_a_machine_that_is_stopped_has_its_run_saved_and_starts_no_other(staging, start, tmp_path):
   launched_host.pack_program(staging, SAVES)
   process = start(job())
-  log = tmp_path / "home-0" / "log"
+  log = tmp_path / "home-0" / "0001.log"
   while not (log.exists() and "trains" in log.read_text()):
     assert process.poll() is None
     time.sleep(0.05)
