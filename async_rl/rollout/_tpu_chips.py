@@ -28,6 +28,8 @@ def choose_learners(hosts: Sequence[Sequence[D]], count: int) -> list[list[D]] |
   chips = hosts[0]
   if "lite" not in chips[0].device_kind:
     return [list(host[:count]) for host in hosts]
+  if len({getattr(chip, "slice_index", 0) for host in hosts for chip in host}) > 1:
+    return None  # only all chips of several slices together
   if len(hosts) == 1:
     # The compiler aborts on six chips of eight that form a rectangle.
     return [list(chips[1:7] if (len(chips), count) == (8, 6) else chips[:count])]

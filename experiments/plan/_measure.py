@@ -61,15 +61,19 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
     return Summary(**json.loads(file.read_text()))
   compiled = lowered.compile()
   memory = compiled.memory_analysis()
-  costs = _hlo_costs.count_compiled(compiled.as_text(), turns)
-  kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices))[1]
+  operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices))
+  exchanges: list[_hlo_costs.Exchange] = []
+  text = _text_of(compiled)
+  if text is not None:
+    operations, exchanges = _hlo_costs.count_compiled(text, turns)
   summary = summarize(
-    costs.operations,
+    operations,
     kernels,
-    costs.exchanges,
+    exchanges,
     chip,
     devices,
     {
+      "unread": float(text is None),
       "arguments": memory.argument_size_in_bytes,
       "outputs": memory.output_size_in_bytes,
       "aliased": memory.alias_size_in_bytes,
@@ -80,6 +84,14 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
   file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(json.dumps(dataclasses.asdict(summary)))
   return summary
+
+
+def _text_of(compiled: jax.stages.Compiled) -> str | None:
+  """Returns the text of a compiled program; `None` if it is of a libtpu whose programs this jaxlib cannot read."""
+  try:
+    return compiled.as_text()
+  except jax.errors.JaxRuntimeError:
+    return None
 
 
 def _key(text: str, chip: Chip, devices: list[Any], turns: float) -> str:

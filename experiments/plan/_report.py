@@ -78,6 +78,11 @@ def _programs(plan: Plan) -> Iterator[str]:
       f"{row}{c.flops / 1e12:9.3f}{c.nbytes / 1e9:9.2f}{sum(c.sent.values()) / 1e9:9.2f}{1e3 * c.seconds:10.2f}"
       f"  {_limit(plan, program)}"
     )
+  if unread := [program.name for program in plan.programs if program.costs and program.costs.unread]:
+    yield (
+      f"not readable with this jaxlib, so counted before compilation and without exchanges: {', '.join(unread)}; "
+      "install the libtpu that jax[tpu] names"
+    )
   yield (
     f"needs: GiB of a chip with all that stays there; TFLOP, GB of memory traffic, GB sent and ms: of a chip, of one "
     f"call ({plan.request.options['decode_chunk']} tokens of every slot, one layer of put)"

@@ -33,6 +33,7 @@ class Summary:
     temporaries: the bytes of everything between.
     code: the bytes of the program itself.
     loop_gathers: the bytes of the largest all-gather inside of a loop.
+    unread: 1 if the compiled program could not be read, so that the traced one was counted, without exchanges.
   """
 
   flops: float = 0
@@ -48,6 +49,7 @@ class Summary:
   temporaries: float = 0
   code: float = 0
   loop_gathers: float = 0
+  unread: float = 0
 
   @property
   def seconds(self) -> float:
@@ -129,7 +131,7 @@ def extrapolate(small: Summary, large: Summary, layers: tuple[int, int], wanted:
     a, b = getattr(small, field.name), getattr(large, field.name)
     if field.name == "sent":
       values["sent"] = {key: along(a.get(key, 0.0), b.get(key, 0.0)) for key in {*a, *b}}
-    elif field.name == "loop_gathers":
+    elif field.name in ("loop_gathers", "unread"):
       values[field.name] = max(a, b)
     else:
       values[field.name] = along(a, b)

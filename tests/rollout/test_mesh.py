@@ -99,6 +99,16 @@ def slice_of(kind, width, height, hosts=None):
   return chips
 
 
+def slices_of(kind, width, height):
+  """Stand-ins for the chips of two such slices."""
+  chips = [*slice_of(kind, width, height), *slice_of(kind, width, height)]
+  for i, chip in enumerate(chips):
+    chip.slice_index = i // (width * height)
+    chip.process_index += chip.slice_index * width * height // 4
+    chip.id = i
+  return chips
+
+
 @pytest.mark.parametrize(
   ("chips", "generation", "learning", "sampling"),
   [
@@ -121,6 +131,7 @@ def test_the_chips_that_learn_are_those_that_the_compiler_accepts(chips, generat
     (slice_of("v6 lite", 4, 4), 3, "generation_devices=3 of 4 on each of 4 hosts .* is generation_devices=2"),
     (slice_of("v6 lite", 8, 8), None, "generation_devices=2 of 4 on each of 16 hosts .* is generation_devices=1"),
     (slice_of("v5 lite", 4, 8), None, "generation_devices=2 of 4 .* generation_devices=0, by which all chips do both"),
+    (slices_of("v6 lite", 4, 4), 2, "generation_devices=2 of 4 on each of 8 .* generation_devices=0, by which all"),
   ],
 )
 def test_chips_that_no_compiler_accepts_are_refused_with_the_nearest_that_work(chips, generation, message):
