@@ -8,6 +8,7 @@ import os
 import pathlib
 import tempfile
 import time
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,14 +76,16 @@ class Mirror:
 
   Args:
     path: the file, which may exist, or the folder, of which only new files are written.
+    check: a function that raises if this process must not write to the bucket any more.
 
   Attributes:
     path: the file or folder.
     local: where to write it.
   """
 
-  def __init__(self, path: Path):
+  def __init__(self, path: Path, check: Callable[[], None] | None = None):
     self.path = path
+    self._check = check
     self._scratch: tempfile.TemporaryDirectory[str] | None = None
     self._uploaded: dict[pathlib.Path, tuple[int, int]] = {}
     self._last = -float("inf")
@@ -102,9 +105,12 @@ class Mirror:
 
     Raises:
       OSError: if that failed.
+      Exception: what `check` raises.
     """
     if self._scratch is None or time.monotonic() - self._last < at_most_every:
       return
+    if self._check is not None:
+      self._check()
     for file in sorted(self.local.rglob("*")) if self.local.is_dir() else [self.local]:
       if not file.is_file():
         continue

@@ -73,7 +73,9 @@ class BucketLock:
     text, written = self._read()
     if text not in ("", self._text) and (left := written + _LEASE_SECONDS - now) > 0:
       user = _holder(text)
-      print(f"{path.parent} was in use by {user} just now; waiting {left:.0f} s for a sign of it", file=sys.stderr)
+      print(
+        f"{path.parent} was in use by {user} just now; waiting up to {left:.0f} s for a sign of it", file=sys.stderr
+      )
       self._wait_for_sign(time.monotonic() + left)
     if not self._write():
       raise InUseError(_holder(self._read()[0]))

@@ -108,7 +108,7 @@ class MetricsWriter:
     if resume_rows is not None and len(kept) + len(self.damaged) < resume_rows:
       self.damaged.append(f"{folder.metrics} has {len(kept)} of the {resume_rows} rows before the checkpoint")
     self.rows = len(kept)
-    self._mirrors = (Mirror(folder.metrics), Mirror(folder.tensorboard))
+    self._mirrors = tuple(Mirror(path, folder.check_lock) for path in (folder.metrics, folder.tensorboard))
     metrics, tensorboard = (mirror.local for mirror in self._mirrors)
     temporary = metrics.with_suffix(".tmp")
     temporary.write_text("".join(kept))

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
@@ -56,15 +57,16 @@ class ScheduleRecorder:
     path: the file, on a disk or in a bucket; created if missing.
     position: the number of events to keep of an earlier run: the `position` at the resumed checkpoint. Later events,
       whose effects the checkpoint does not have, are cut off.
+    check: a function that raises if this process must not write to the file's bucket any more.
 
   Attributes:
     damaged: one sentence if the file lacked some of the events to keep. The run goes on, but cannot be replayed.
   """
 
-  def __init__(self, path: str | os.PathLike[str], position: int = 0):
+  def __init__(self, path: str | os.PathLike[str], position: int = 0, check: Callable[[], None] | None = None):
     self._lock = threading.Lock()
     self._pending: list[str] = []
-    self._mirror = Mirror(as_path(path))
+    self._mirror = Mirror(as_path(path), check)
     local = self._mirror.local
     lines = []
     if position and local.exists():

@@ -86,7 +86,7 @@ def test_a_folder_in_use_is_refused_and_that_of_a_dead_process_taken_over(bucket
   folder = RunFolder.open(bucket.path("run"), "text", RUN)
   with pytest.raises(RunFolderError, match="run is in use by process .* on .*: wait until .* --run-dir"):
     RunFolder.open(bucket.path("run"), "text", RUN)
-  assert "just now; waiting 1 s for a sign of it" in capsys.readouterr().err
+  assert "just now; waiting up to 1 s for a sign of it" in capsys.readouterr().err
   folder._lock._ended.set()  # as if the process were killed
   folder._lock._thread.join()
   with RunFolder.open(bucket.path("run"), "text", RUN) as after:
@@ -108,6 +108,11 @@ def test_a_process_that_lost_its_lock_saves_nothing_more(bucket, short_lease):
   folder._lock._thread.join(10)
   with pytest.raises(RunFolderError, match="run was taken over by process 7 on a host while this process could not"):
     folder.check_lock()
+  mirror = Mirror(folder.metrics, folder.check_lock)
+  mirror.local.write_text("of the run that lost it\n")
+  with pytest.raises(RunFolderError, match="was taken over"):
+    mirror.close()
+  assert not folder.metrics.exists()
   folder.close()
   assert bucket.contents("run/.lock") == {"run/.lock": b"process 7 on a host\nother\n"}
 
