@@ -1,0 +1,218 @@
+"""The speed of whole runs on every sharing of this machine's devices, and the weak scaling of the learner.
+
+    python -m experiments.benchmarks.mesh_throughput --gsm8k-folder DIR          # GPUs; about 8 minutes on two
+    python -m experiments.benchmarks.mesh_throughput --smoke --gsm8k-folder DIR  # any machine, two forced CPU devices
+
+Every run trains a random policy of Qwen3-0.6B's shape in bfloat16 on GSM8K's prompts, 32 groups of 16 samples a step,
+in a process of its own. One token in 62 is a stop token, so that the lengths have a long tail: 62 tokens in the mean,
+512 at most. Prints a row per run and writes mesh_throughput.json.
+
+Columns: seconds of a step, median and slowest; trained tokens per second; shares of the time for which the learner and
+the generator had nothing to do; share of the sampler's slots that drew a token; bandwidth of the weight push. Then, per
+number of devices, the learner's step on as many times the sequences, all axes data or all fsdp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence
+from concurrent import futures
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import optax
+
+from async_rl import learning
+from async_rl import models
+from async_rl import rollout
+from async_rl import runtime
+from async_rl import stabilizers
+from async_rl import tasks
+from async_rl.recording import read_metrics
+from experiments.benchmarks.decode_speed import QWEN3_06B
+from experiments.benchmarks.stabilizer_cost import make_batch
+
+MEAN_LENGTH = 62
+TINY = models.ModelConfig(
+  vocab_size=620, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, tie_embeddings=True
+)
+
+
+class Run(NamedTuple):
+  """A run: its name, the number of devices, and the options that differ."""
+
+  name: str
+  devices: int
+  options: tuple[tuple[str, Any], ...]
+
+
+def runs_of(count: int) -> list[Run]:
+  """Returns the runs on one device and on `count`."""
+  runs = [Run("sync", 1, (("mode", "sync"),)), Run("async, colocated, lag 2", 1, (("max_lag", 2),))]
+  if count > 1:
+    shared = ("generation_devices", 0)
+    runs.append(Run("sync", count, (("mode", "sync"),)))
+    runs.append(Run("async, colocated, lag 2", count, (shared, ("max_lag", 2))))
+    split = ("generation_devices", count // 2)
+    runs += [Run(f"async, split, lag {lag}", count, (split, ("max_lag", lag))) for lag in (2, 4, 8)]
+  return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  training: runtime.Training = runtime.Training(groups=32, samples=16)
+  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=320, max_completion_tokens=512, slots=512)
+  schedule: runtime.Schedule = runtime.Schedule()
+  devices: runtime.Devices = runtime.Devices(rows=16, row_tokens=1024)
+  length: runtime.Length = runtime.Length(steps=16)
+  output: runtime.Output = runtime.Output(eval_prompts=0, checkpoint_every=0)
+
+
+SMOKE: dict[str, Any] = dict(groups=2, samples=2, slots=4, max_completion_tokens=64, rows=2, row_tokens=384)
+
+
+class LongTailed:
+  """A tokenizer in whose vocabulary every 62nd token ends a completion; see `models.Tokenizer`."""
+
+  def __init__(self, corpus: Iterable[str], vocab_size: int):
+    self._base = models.SentencePieceTokenizer(models.train_sentencepiece(corpus, "bpe", min(vocab_size // 2, 2000)))
+    self.vocab_size = vocab_size
+    self.pad_id, self.bos_id = self._base.pad_id, self._base.bos_id
+    self.stop_ids = tuple(range(self._base.vocab_size, vocab_size, MEAN_LENGTH))
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._base.decode([i for i in ids if i < self._base.vocab_size])
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._base, name)
+
+
+def build(folder: str, smoke: bool, **options: Any) -> runtime.Experiment:
+  """Builds the experiment of a run."""
+  config = TINY if smoke else QWEN3_06B
+  task = tasks.GSM8K(folder=folder, chat=False)
+  questions = (pathlib.Path(folder) / "train.jsonl").read_text().splitlines()[:1000]
+  return runtime.Experiment(
+    name="mesh_throughput",
+    options=runtime.override(Options(), **(SMOKE if smoke else {}) | options),
+    task=task,
+    tokenizer=LongTailed(questions, config.vocab_size),
+    policy=make_policy(config, smoke),
+    objective=learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean"),
+    optimizer=make_optimizer(),
+  )
+
+
+def make_policy(config: models.ModelConfig, smoke: bool) -> models.Policy:
+  return models.Policy(config, dtype="float32" if smoke else "bfloat16", remat="attention")
+
+
+def make_optimizer() -> optax.GradientTransformation:
+  return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
+
+
+def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, first: int) -> dict[str, Any]:
+  """Returns the row of a run, made in a process of its own on the devices from `first` on."""
+  run_dir = folder / "run"
+  options = dict(run.options) | {"run_dir": str(run_dir), "steps": 6 if args.smoke else args.steps}
+  call = f"build({args.gsm8k_folder!r}, {args.smoke}, **{options!r})"
+  program = (
+    f"from experiments.benchmarks.mesh_throughput import build; from async_rl import runtime; runtime.train({call})"
+  )
+  environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache")}
+  if args.smoke:
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={run.devices}"
+  else:
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(run.devices))
+  done = subprocess.run(
+    [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  )
+  if done.returncode:
+    raise RuntimeError(f"{run} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
+  return {"run": run.name, "devices": run.devices, **summarize(list(read_metrics(run_dir / "metrics.jsonl")))}
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+  """Returns the columns of a run, from the second half of its steps."""
+  steps = [row for row in rows if "reward/mean" in row]
+  steps = steps[len(steps) // 2 :]
+  times = [row["time/step"] for row in steps]
+  mean = lambda name: statistics.mean(row[name] for row in steps)
+  pushes = [row["bytes/weight_push"] / row["time/weight_push"] for row in steps if row["time/weight_push"] > 0]
+  return {
+    "seconds": statistics.median(times),
+    "slowest": max(times),
+    "tokens/s": sum(row["tokens/trained"] for row in steps) / sum(times),
+    "idle/learner": mean("idle/learner"),
+    "idle/generator": mean("idle/generator"),
+    "occupancy": mean("sampler/occupancy"),
+    "push GB/s": statistics.median(pushes) / 1e9 if pushes else 0.0,
+    "lag": max(row["staleness/max"] for row in steps),
+  }
+
+
+def measure_learner(count: int, axis: str, smoke: bool) -> dict[str, Any]:
+  """Returns the learner's seconds per step of `count` times the sequences on `count` devices."""
+  sequences, row_tokens, rows = (8, 32, 2) if smoke else (64, 512, 16)
+  half = row_tokens // 2
+  shape = learning.BatchShape(sequences * count, row_tokens, rows * count, completion_tokens=half, prompt_tokens=half)
+  mesh = rollout.make_mesh(jax.devices()[:count], **({"fsdp": count} if axis == "fsdp" else {}))
+  config = TINY if smoke else QWEN3_06B
+  objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
+  learner = learning.Learner(make_policy(config, smoke), make_optimizer(), objective, shape, mesh)
+  state, batch = learner.init(jax.random.key(0)), learner.put(make_batch(shape, config.vocab_size))
+  seconds = []
+  for _ in range(8):
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(learner.step(state, batch))
+    seconds.append(time.perf_counter() - start)
+  return {"devices": count, "axis": axis, "sequences": shape.sequences, "seconds": statistics.median(seconds[2:])}
+
+
+def main(arguments: list[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--gsm8k-folder", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
+  parser.add_argument("--steps", type=int, default=16)
+  parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
+  parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_throughput.json"))
+  args = parser.parse_args(arguments)
+  count = 2 if args.smoke else int(_ask("len(jax.devices())"))
+  device = _ask("jax.devices()[0].device_kind")
+  result: dict[str, Any] = {"device": device, "devices": count, "jax": jax.__version__, "runs": [], "learner": []}
+  with tempfile.TemporaryDirectory() as folder, futures.ThreadPoolExecutor(count) as pool:
+    single, shared = ([run for run in runs_of(count) if (run.devices == 1) == alone] for alone in (True, False))
+    places = [pathlib.Path(folder) / str(i) for i in range(len(single) + len(shared))]
+    for place in places:
+      place.mkdir()
+    jobs = [pool.submit(train, run, args, places[i], i % count) for i, run in enumerate(single)]
+    rows = [job.result() for job in jobs]
+    rows += (train(run, args, place, 0) for run, place in zip(shared, places[len(single) :], strict=True))
+    for row in rows:
+      print(" ".join(f"{name} {value:.3g}" if isinstance(value, float) else str(value) for name, value in row.items()))
+      result["runs"].append(row)
+  for devices, axis in ((1, "data"), *((n, axis) for n in (2, 4, 8) for axis in ("data", "fsdp"))):
+    if devices <= min(count, len(jax.devices())):
+      result["learner"].append(measure_learner(devices, axis, args.smoke))
+      print(result["learner"][-1], flush=True)
+  args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _ask(question: str) -> str:
+  """Returns what JAX says in a process of its own: this one must not hold the devices while the runs use them."""
+  program = f"import jax; print({question})"
+  return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+  main()
