@@ -91,7 +91,7 @@ class Drive:
       self._delete()
       return None
     hosts = self._wait_until_ready()
-    follower = Follower(self._local, len(hosts))
+    follower = self._make_follower(hosts)
     self._copy()
     follower.look()
     if not follower.ended:
@@ -187,7 +187,7 @@ class Drive:
     """Prints the logs of the attempt until it ends; returns its exit status, or one of restarts if it was lost."""
     if not hosts:
       return _LOST_STATUS
-    follower = follower or Follower(self._local, len(hosts))
+    follower = follower or self._make_follower(hosts)
     looks = math.ceil(60 * self._place.silent_minutes / self._place.poll_seconds)
     while True:
       state = self._patiently(lambda: find_state(self._machines, run))
@@ -205,9 +205,15 @@ class Drive:
         return _LOST_STATUS
       time.sleep(self._place.poll_seconds)
 
+  def _make_follower(self, hosts: list[Host]) -> Follower:
+    """Returns a reader of the attempt's folder, without copies of an earlier run of the same name."""
+    self._local.mkdir(parents=True, exist_ok=True)
+    for file in (*self._local.glob("*.log"), *self._local.glob("*.state")):
+      file.unlink()
+    return Follower(self._local, len(hosts))
+
   def _copy(self) -> None:
     """Copies what the hosts left to the local folder of the attempt."""
-    self._local.mkdir(parents=True, exist_ok=True)
     run(copy_command(self._machines, self._folder, self._attempt))
 
   def _patiently(self, ask: Callable[[], T]) -> T:

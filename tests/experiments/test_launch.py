@@ -80,6 +80,14 @@ def test_an_error_in_the_run_ends_it_at_once(play):
   assert len(fake_cloud.calls(cloud, "create")) == len(fake_cloud.calls(cloud, "delete")) == 1
 
 
+def test_copies_of_an_earlier_run_of_the_same_name_count_for_nothing(play, tmp_path):
+  old = tmp_path / "runs" / "launch" / "rl8" / "0001" / "old-host.state"
+  old.parent.mkdir(parents=True)
+  old.write_text("ended 1 0")
+  status, _, _ = play("tpu-vm", attempts=[[scene("ended 0")]])
+  assert status == 0
+
+
 def test_an_error_of_one_host_counts_more_than_the_loss_that_it_is_to_the_others(play):
   status, _, cloud = play("tpu-vm", hosts=4, attempts=[[scene("ended 134", "ended 2", "running 0", "running 0")]])
   assert status == 2
