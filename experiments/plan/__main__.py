@@ -37,6 +37,8 @@ class PlanOptions:
   model: str | None = None
   #: Compile with these two numbers of layers, 2 or more, and extrapolate to all: saves most of the time of deep models.
   depths: tuple[int, int] | None = None
+  #: Compile for TPUs; without, traced programs are counted: in seconds, but without temporaries and exchanges.
+  compile: bool = True
   #: Mean length of prompts to expect; None: half of the longest.
   prompt_tokens: float | None = None
   #: Mean length of completions to expect; None: half of the longest.
@@ -100,6 +102,7 @@ def request_of(name: str, wanted: PlanOptions, options: Any) -> Request:
     model=wanted.model,
     prompt_tokens=wanted.prompt_tokens or limits.max_prompt_tokens / 2,
     completion_tokens=wanted.completion_tokens or limits.max_completion_tokens / 2,
+    compiled=wanted.compile,
   )
 
 

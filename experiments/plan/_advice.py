@@ -13,7 +13,7 @@ def advise(plan: Plan) -> list[str]:
   """Returns a sentence for each program that does not fit: by how much, and the options that would help."""
   lines = []
   for program in plan.programs:
-    if program.problem is not None and program.needed is None and "hbm" not in program.problem:
+    if program.problem is not None and program.needed is None:
       lines.append(f"{program.name} was not compiled: {program.problem.strip().splitlines()[0][:300]}")
     elif plan.fits(program) == "no":
       needed = program.needed if program.needed is not None else plan.stays(program.side)
@@ -25,9 +25,11 @@ def advise(plan: Plan) -> list[str]:
 
 def _remedies(plan: Plan, program: Program, over: float) -> str:
   """Returns the options that save most on the side of a program, those that save enough first."""
-  found = _learner_options(plan, program) if program.side == "learner" else _generation_options(plan)
-  if plan.colocated:
-    found = {**_learner_options(plan, program), **_generation_options(plan)}
+  found = {}
+  if program.side == "learner" or plan.colocated:
+    found |= _learner_options(plan, program)
+  if program.side == "generation" or plan.colocated:
+    found |= _generation_options(plan, over)
   found = {option: saved for option, saved in found.items() if saved > 0.01 * plan.hbm}
   ordered = sorted(found.items(), key=lambda item: (item[1] < over, -item[1]))
   if not ordered:
@@ -62,12 +64,14 @@ def _learner_options(plan: Plan, program: Program) -> dict[str, float]:
   return found
 
 
-def _generation_options(plan: Plan) -> dict[str, float]:
+def _generation_options(plan: Plan, over: float) -> dict[str, float]:
   options, mesh, kinds = plan.request.options, plan.meshes["generation"], plan.resident["generation"]
   found = {}
   if mesh["data"] > 1 and mesh["data"] % 2 == 0:
     found[f"--generation-tensor {2 * mesh['tensor']}"] = kinds["weights"] / 2
-  slots = options["slots"] // 2
-  if slots >= options["samples"]:
-    found[f"--slots {slots}"] = kinds["cache"] / 2
+  cache, slots = kinds["cache"] + kinds.get("cache's padding", 0.0), options["slots"]
+  while slots // 2 >= options["samples"] and cache * (1 - slots / options["slots"]) < over:
+    slots //= 2
+  if slots < options["slots"]:
+    found[f"--slots {slots}"] = cache * (1 - slots / options["slots"])
   return found

@@ -96,13 +96,13 @@ def _forward(stream: Any, take: Any) -> None:
 
 
 def _last_words(lines: list[str]) -> str:
-  """Returns the line that tells why a process ended: a failed check of the compiler, or the exception."""
+  """Returns the line that tells why a process ended: a failed check of the compiler, or the exception's message."""
   for line in lines:
     if match := re.match(r"F\d{4} .*?\] (.*)", line):  # a fatal line of the compiler's log
       return match[1].strip()
   for line in reversed(lines):
     if line.strip() and not line.startswith((" ", "\t", "@", "*")):
-      return line.strip()
+      return re.sub(r"^(ValueError|ImportError): ", "", line.strip())
   return ""
 
 

@@ -45,15 +45,23 @@ def loop_turns(request: Request, experiment: runtime.Experiment, program: str) -
   return micro_batches(experiment, request.prompt_tokens + request.completion_tokens)
 
 
-def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: float) -> Summary:
-  """Returns the costs of a program, compiled where a TPU's compiler is at hand, and kept for the next time.
+def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: float, compiles: bool) -> Summary:
+  """Returns the costs of a program.
+
+  Args:
+    program: the program.
+    chip: the chip.
+    devices: the devices of its mesh.
+    turns: the turns of loops that depend on data.
+    compiles: whether to compile it, and keep its costs for the next time; otherwise the traced program is counted.
 
   Raises:
     Exception: whatever the compiler says, such as that the memory does not suffice.
   """
   traced = program.trace()
-  if not chip.is_tpu:
-    operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices))
+  shares = _shares(program, traced, len(devices))
+  operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices), shares=shares)
+  if not compiles:
     return summarize(operations, kernels, [], chip, devices, {})
   lowered = traced.lower()
   file = cache_folder() / f"{_key(lowered.as_text(), chip, devices, turns)}.json"
@@ -61,7 +69,6 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
     return Summary(**json.loads(file.read_text()))
   compiled = lowered.compile()
   memory = compiled.memory_analysis()
-  operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices))
   exchanges: list[_hlo_costs.Exchange] = []
   text = _text_of(compiled)
   if text is not None:
@@ -84,6 +91,15 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
   file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(json.dumps(dataclasses.asdict(summary)))
   return summary
+
+
+def _shares(program: runtime.RunProgram, traced: jax.stages.Traced, devices: int) -> list[float]:
+  """Returns the share of each argument that a device holds: that of the array that stays, or an even one."""
+  known = {
+    (x.shape, x.dtype): runtime.bytes_per_device(x) / max(1, x.size * x.dtype.itemsize)
+    for x in jax.tree.leaves(program.resident)
+  }
+  return [known.get((x.shape, x.dtype), 1 / devices) for x in traced.jaxpr.in_avals]
 
 
 def _text_of(compiled: jax.stages.Compiled) -> str | None:
@@ -131,7 +147,7 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     }
     try:
       devices = list(sides[program.side].devices.flat)
-      summary = measure(program, target.chip, devices, loop_turns(request, experiment, name))
+      summary = measure(program, target.chip, devices, loop_turns(request, experiment, name), request.compiles)
       result["costs"] = dataclasses.asdict(summary)
     except Exception as error:
       result["error"] = f"{type(error).__name__}: {error}"

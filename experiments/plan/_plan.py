@@ -172,6 +172,8 @@ def _program(plan: Plan, name: str, results: list[dict[str, Any]], depths: tuple
   side, seconds = results[0].get("side", ""), sum(x.get("seconds", 0.0) for x in results)
   if problems := [x["error"] for x in results if "error" in x]:
     needed = used_memory(problems[0]) if len(results) == 1 else None
+    if needed is not None:  # with what stays there beside its arguments
+      needed += plan.stays(side) - results[0]["resident"]
     return Program(name, side or _side(name), None, needed, None, problems[0], seconds)
   costs = [Summary(**x["costs"]) for x in results]
   resident, makes = results[0]["resident"], results[0]["makes"]
@@ -194,5 +196,11 @@ def _side(name: str) -> str:
 
 def used_memory(problem: str) -> float | None:
   """Returns the bytes that the compiler said a program needs, if that was its problem."""
-  match = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", problem)
-  return float(match[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else None
+  words = (
+    r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm|required for HLO temporaries \(([\d.]+)([KMG])\) exceeds available HBM"
+  )
+  match = re.search(words, problem)
+  if match is None:
+    return None
+  size, unit = match[1] or match[3], match[2] or match[4]
+  return float(size) * {"K": 2**10, "M": 2**20, "G": 2**30}[unit]

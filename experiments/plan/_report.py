@@ -60,8 +60,8 @@ def _head(plan: Plan) -> Iterator[str]:
   yield f"  expected: prompts of {request.prompt_tokens:.0f} and completions of {request.completion_tokens:.0f} tokens"
   if plan.compiled:
     yield f"  compiled with {' and '.join(map(str, plan.compiled))} layers; the figures are extrapolated to all"
-  if not chip.is_tpu:
-    yield "  no compiler at hand: products by shape, traffic as XLA would fuse it, temporaries unknown"
+  if not request.compiles:
+    yield "  not compiled: products by shape, traffic as XLA would fuse it, temporaries unknown"
   yield f"  times: rooflines at {chip.flops_share:.0%} of the products and {chip.bandwidth_share:.0%} of the bandwidth"
 
 

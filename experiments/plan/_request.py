@@ -28,6 +28,7 @@ class Request:
     layers: the number of layers to plan with; `None` for the model's own.
     prompt_tokens: the mean length of prompts.
     completion_tokens: the mean length of completions.
+    compiled: whether programs are compiled where a compiler is at hand, or only traced.
   """
 
   config: str
@@ -39,6 +40,7 @@ class Request:
   layers: int | None = None
   prompt_tokens: float = 0
   completion_tokens: float = 0
+  compiled: bool = True
 
   def to_json(self) -> str:
     """Returns the text that `from_json` reads."""
@@ -52,6 +54,11 @@ class Request:
     return cls(**values | {"options": options})
 
   @property
+  def compiles(self) -> bool:
+    """Returns whether programs are compiled."""
+    return self.compiled and self.target.chip.is_tpu
+
+  @property
   def target(self) -> Topology:
     """Returns the accelerators."""
     return parse_topology(self.topology, self.slices, self.hosts)
@@ -60,16 +67,18 @@ class Request:
     """Builds the experiment; on GPUs with the flash kernel of TPUs, which computes what theirs does.
 
     Raises:
-      ValueError: if options contradict each other, or there is no such model.
-      FileNotFoundError: if the config's weights are missing and no model is named.
+      ValueError: if options contradict each other, there is no such model, or weights are missing and none is named.
     """
     config = configs.load(self.config)
     options = config.options(**self.options)
-    experiment = config.experiment(options if self.model is None else with_model(options, self.model))
+    try:
+      experiment = config.experiment(options if self.model is None else with_model(options, self.model))
+    except FileNotFoundError as error:
+      raise ValueError(f"{error} To plan without weights, give the name of a shape, as --model qwen3-0.6b.") from error
     policy = experiment.policy
     if self.layers is not None:
       policy = dataclasses.replace(policy, config=dataclasses.replace(policy.config, num_layers=self.layers))
-    if not self.target.chip.is_tpu:
+    if not self.target.chip.is_tpu:  # those of TPUs are chosen by the devices
       policy = dataclasses.replace(policy, attention="splash")
     return dataclasses.replace(experiment, policy=policy)
 

@@ -12,6 +12,7 @@ from experiments.plan import _measure
 from experiments.plan import _plan
 from experiments.plan import _request
 from experiments.plan import _summary
+from experiments.plan import table
 from experiments.plan._chips import parse_topology
 
 
@@ -76,6 +77,11 @@ def test_wrong_options_are_explained(arguments, message, capsys):
   assert re.search(message, error), error
 
 
+def test_missing_weights_are_explained_with_the_way_around_them():
+  with pytest.raises(ValueError, match=r"no weights 'nowhere'.* as --model qwen3-0.6b"):
+    request("gsm8k", "--topology", "h100:2", "--weights", "nowhere").experiment()
+
+
 def test_options_that_do_not_fit_the_devices_are_explained_by_the_child():
   with pytest.raises(ValueError, match="must divide"):
     _children.measure_all(request("quickstart", "--topology", "h100:2", "--fsdp", "3"), 60)
@@ -91,7 +97,7 @@ def test_the_last_words_of_a_compiler_are_kept():
   fatal = "F1128 16:59:58.950927   12326 net_util.cc:3355] Check failed: a == b (0 vs. 1)"
   lines = ["E0000 something", fatal, "*** Check failure stack trace: ***", "    @ 0x12"]
   assert _children._last_words(lines) == "Check failed: a == b (0 vs. 1)"
-  assert _children._last_words(["Traceback:", '  File "x"', "ValueError: no"]) == "ValueError: no"
+  assert _children._last_words(["Traceback:", '  File "x"', "ValueError: no"]) == "no"
 
 
 def test_figures_of_two_depths_give_those_of_all_layers():
@@ -105,7 +111,30 @@ def test_figures_of_two_depths_give_those_of_all_layers():
 def test_the_compilers_complaint_says_how_much_a_program_needs():
   problem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 50.30G of 31.25G hbm. Exceeded by 19.05G."
   assert _plan.used_memory(problem) == 50.3 * 2**30
+  problem = (
+    "Ran out of memory on HBM, the total memory required for HLO temporaries (90.95G) exceeds available HBM (1G)."
+  )
+  assert _plan.used_memory(problem) == 90.95 * 2**30
   assert _plan.used_memory("INTERNAL: something else") is None
+
+
+def test_the_table_splits_weights_and_fills_memory_with_slots():
+  runs = (("qwen3-0.6b", "v5e:4x4", 2), ("qwen3-14b", "v5e:16x16", 0), ("qwen3-0.6b", "v5p:2x4x4", 2))
+  chosen = [table.choose_options(model, parse_topology(name), generation) for model, name, generation in runs]
+  values = [dict(zip(options[::2], options[1::2], strict=True)) for options in chosen]
+  assert [v["--generation-tensor"] for v in values] == ["1", "4", "1"]
+  assert [v["--fsdp"] for v in values] == [v["--rows"] for v in values] == ["8", "256", "16"]
+  assert [v["--groups"] for v in values] == ["32", "64", "32"]  # as many as there are hosts, at least
+  assert [v["--slots"] for v in values] == ["128", "128", "512"]
+
+
+def test_the_table_names_what_does_not_fit():
+  row = {"model": "a", "slice": "v5e:4x4", "options": "--slots 16 --generation-tensor 4", "hbm_GiB": 15.75}
+  row |= {"needs_GiB": {"learner": 20.0, "generation": 3.0}, "fits": False}
+  row |= dict.fromkeys(("learner_s", "generation_s", "tokens_per_s", "chip_hours_per_100_steps"))
+  last = table.to_text([row, {"model": "b", "slice": "v5e:4x4", "error": "nothing"}]).splitlines()[-2:]
+  assert last[0] == "| a | v5e:4x4 | 16, 4 | 20.0, 3.0 of 15.75 **no** | – | – | – | – |"
+  assert last[1].startswith("| b | v5e:4x4 | nothing |")
 
 
 def test_micro_batches_hold_as_many_sequences_as_their_rows_have_room_for():

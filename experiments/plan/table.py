@@ -1,0 +1,138 @@
+"""Plans GSM8K with every size of Qwen3 on TPU slices of several sizes: `python -m experiments.plan.table`.
+
+    python -m experiments.plan.table                     # compiles with 2 and 3 layers: hours on two cores
+    python -m experiments.plan.table --no-compile        # counts traced programs of all layers: about 10 minutes
+    python -m experiments.plan.table --only qwen3-0.6b v5e:4x4
+
+Writes a JSON file and prints a table. Groups of 16 samples with prompts of 160 and completions of 128 tokens in the
+mean, 320 and 256 at most; AdamW in float32; `remat full`; no evaluation. The learner splits its parameters over all of
+its chips; generation takes half of each host's chips, a quarter on v6e, or all of them where the compiler takes no part
+of a slice. The weights are split over the fewest generation chips that leave room, and slots fill half of what then
+remains. What was not compiled is without temporaries and exchanges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any
+
+from async_rl import models
+from experiments.plan import __main__ as command
+from experiments.plan._balance import find_pace
+from experiments.plan._chips import Topology
+from experiments.plan._chips import parse_topology
+from experiments.plan._plan import GIB
+from experiments.plan._plan import Plan
+from experiments.plan._plan import make_plan
+
+MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+#: The slices, with the chips of each host that generate; 0: all chips do both.
+SLICES = {"v5e:4x4": 2, "v5e:8x8": 0, "v5e:16x16": 0, "v5p:2x4x4": 2, "v6e:8x8": 1}
+_SAMPLES, _POSITIONS, _CHIPS_OF_HOST = 16, 576, 4
+
+
+def choose_options(model: str, topology: Topology, generation: int) -> list[str]:
+  """Returns the options of a run, by the rules that the table states."""
+  config = models.named(model)
+  weights = 2 * _parameters(config)
+  own = generation or _CHIPS_OF_HOST
+  hosts = topology.chips // _CHIPS_OF_HOST
+  learners = topology.chips - generation * hosts
+  room = topology.chip.hbm - (16 * _parameters(config) / learners if generation == 0 else 0)
+  tensor = next((n for n in (1, 2, 4) if own % n == 0 and weights / n < 0.5 * room), own)
+  slot = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * _POSITIONS / own
+  fitting = [n for n in (16, 32, 64, 128, 256, 512) if n * slot < 0.5 * (room - weights / tensor)]
+  return [
+    *("--groups", str(max(32, hosts)), "--samples", str(_SAMPLES), "--slots", str(max(fitting, default=_SAMPLES))),
+    *("--generation-devices", str(generation), "--generation-tensor", str(tensor), "--fsdp", str(learners)),
+    *("--rows", str(learners), "--remat", "full", "--eval-prompts", "0", "--max-lag", "2"),
+  ]
+
+
+def _parameters(config: models.ModelConfig) -> int:
+  import jax
+
+  return sum(x.size for x in jax.tree.leaves(models.Policy(config).abstract()))
+
+
+def plan_row(model: str, name: str, generation: int, *, compiles: bool, limit: float) -> dict[str, Any]:
+  """Returns the row of a model on a slice."""
+  options = choose_options(model, parse_topology(name), generation)
+  arguments = ["gsm8k", "--topology", name, "--model", model, *options, *([] if compiles else ["--no-compile"])]
+  config, wanted, chosen = command.parse(arguments)
+  row: dict[str, Any] = {"model": model, "slice": name, "options": " ".join(options), "compiled": compiles}
+  try:
+    plan = make_plan(command.request_of(config, wanted, chosen), limit, (2, 3) if compiles else None)
+  except ValueError as error:
+    return row | {"error": str(error)}
+  return row | _figures(plan)
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+  pace = find_pace(plan)
+  needs = {
+    side: max((p.needed or plan.stays(side) for p in plan.programs if p.side == side), default=plan.stays(side))
+    for side in plan.resident
+  }
+  chips = plan.request.target.chips
+  return {
+    "parameters": plan.parameters,
+    "needs_GiB": {side: round(need / GIB, 2) for side, need in needs.items()},
+    "hbm_GiB": round(plan.hbm / GIB, 2),
+    "fits": all(plan.fits(program) != "no" for program in plan.programs),
+    "problems": {p.name: p.problem.splitlines()[0][:200] for p in plan.programs if p.problem},
+    "learner_s": pace and round(pace.learner, 3),
+    "generation_s": pace and round(pace.generation, 3),
+    "step_s": pace and round(pace.step, 3),
+    "tokens_per_s": pace and round(pace.tokens),
+    "chip_hours_per_100_steps": pace and round(pace.step * 100 * chips / 3600, 2),
+  }
+
+
+def to_text(rows: list[dict[str, Any]]) -> str:
+  """Returns the table as Markdown."""
+  lines = [
+    "| model | slice | slots, tensor | learner, generation, GiB of a chip's | learner s | generation s | tokens/s | "
+    "chip-hours of 100 steps |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    start = f"| {row['model']} | {row['slice']} |"
+    if "error" in row:
+      lines.append(f"{start} {row['error'][:120]} | | | | | |")
+      continue
+    options = dict(zip(row["options"].split()[::2], row["options"].split()[1::2], strict=True))
+    needs, mark = row["needs_GiB"], "" if row["fits"] else " **no**"
+    memory = f"{needs['learner']}, {needs['generation']} of {row['hbm_GiB']}{mark}"
+    figures = [row["learner_s"], row["generation_s"], row["tokens_per_s"], row["chip_hours_per_100_steps"]]
+    shown = " | ".join("–" if x is None or not row["fits"] else f"{x:,}" for x in figures)
+    lines.append(f"{start} {options['--slots']}, {options['--generation-tensor']} | {memory} | {shown} |")
+  return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(prog="python -m experiments.plan.table", description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--only", nargs="+", default=[], help="models and slices; by default all")
+  parser.add_argument("--no-compile", action="store_true", help="count traced programs")
+  parser.add_argument("--limit", type=float, default=1800, help="seconds that the compilation of a program may take")
+  parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("plan_table.json"))
+  args = parser.parse_args(arguments)
+  unknown = [name for name in args.only if name not in (*MODELS, *SLICES)]
+  if unknown:
+    parser.error(f"no such model or slice: {', '.join(unknown)}; there are {', '.join((*MODELS, *SLICES))}")
+  rows = []
+  for model in [name for name in MODELS if name in args.only or not set(MODELS) & set(args.only)]:
+    for name, generation in SLICES.items():
+      if name in args.only or not set(SLICES) & set(args.only):
+        rows.append(plan_row(model, name, generation, compiles=not args.no_compile, limit=args.limit))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+  print(to_text(rows))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
