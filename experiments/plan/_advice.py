@@ -25,11 +25,11 @@ def advise(plan: Plan) -> list[str]:
 
 def _remedies(plan: Plan, program: Program, over: float) -> str:
   """Returns the options that save most on the side of a program, those that save enough first."""
-  found = {}
+  found: dict[str, float] = {}
   if program.side == "learner" or plan.colocated:
     found |= _learner_options(plan, program)
   if program.side == "generation" or plan.colocated:
-    found |= _generation_options(plan, over)
+    found |= _generation_options(plan, program, over)
   found = {option: saved for option, saved in found.items() if saved > 0.01 * plan.hbm}
   ordered = sorted(found.items(), key=lambda item: (item[1] < over, -item[1]))
   if not ordered:
@@ -64,14 +64,16 @@ def _learner_options(plan: Plan, program: Program) -> dict[str, float]:
   return found
 
 
-def _generation_options(plan: Plan, over: float) -> dict[str, float]:
+def _generation_options(plan: Plan, program: Program, over: float) -> dict[str, float]:
   options, mesh, kinds = plan.request.options, plan.meshes["generation"], plan.resident["generation"]
   found = {}
   if mesh["data"] > 1 and mesh["data"] % 2 == 0:
     found[f"--generation-tensor {2 * mesh['tensor']}"] = kinds["weights"] / 2
-  cache, slots = kinds["cache"] + kinds.get("cache's padding", 0.0), options["slots"]
-  while slots // 2 >= options["samples"] and cache * (1 - slots / options["slots"]) < over:
+  of_slots, slots = kinds["cache"] + kinds.get("cache's padding", 0.0), options["slots"]
+  if program.name == "decode" and program.needed is not None:
+    of_slots += max(0.0, program.needed - plan.stays("generation"))  # temporaries grow with them, too
+  while slots // 2 >= options["samples"] and of_slots * (1 - slots / options["slots"]) < over:
     slots //= 2
   if slots < options["slots"]:
-    found[f"--slots {slots}"] = cache * (1 - slots / options["slots"])
+    found[f"--slots {slots}"] = of_slots * (1 - slots / options["slots"])
   return found
