@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
+from typing import NamedTuple
 
 from experiments.plan._plan import Plan
 
@@ -102,55 +103,81 @@ def best_split(plan: Plan) -> Split | None:
   times = _times(plan)
   if times is None or plan.colocated:
     return None
-  splits = [split for split in _splits(plan, times) if max(split.learner_bytes, split.generation_bytes) <= plan.hbm]
-  return max(splits, key=lambda split: (split.pace.tokens, -split.options["slots"]), default=None)
+  splits = (_estimate(plan, times, candidate) for candidate in _candidates(plan))
+  fitting = [split for split in splits if max(split.learner_bytes, split.generation_bytes) <= plan.hbm]
+  return max(fitting, key=lambda split: (split.pace.tokens, -split.options["slots"]), default=None)
 
 
-def _splits(plan: Plan, times: tuple[float, float, float, float]) -> Iterator[Split]:
+class _Candidate(NamedTuple):
+  """A way to divide the devices of a host, before it is known to fit.
+
+  Attributes:
+    generation: the chips of a host that generate.
+    learners: the chips of all hosts that learn.
+    fsdp: the size of the learner's fsdp axis.
+    tensor: the size of the generation meshes' tensor axis.
+    slots: the slots of a host.
+  """
+
+  generation: int
+  learners: int
+  fsdp: int
+  tensor: int
+  slots: int
+
+
+def _candidates(plan: Plan) -> Iterator[_Candidate]:
+  options = plan.request.options
+  powers = [2**n for n in range(12)]  # they divide the widths of models; what does not leaves parameters whole
+  size = _chips_of_host(plan)
+  for generation in range(1, size):
+    if not _accepted(plan, generation):
+      continue
+    learners = (size - generation) * plan.hosts // plan.meshes["learner"]["tensor"]
+    for fsdp in (n for n in powers if learners % n == 0):
+      for tensor in (n for n in powers if generation % n == 0):
+        for wanted in (options["slots"] * n // 4 for n in powers[:5]):
+          slots = wanted - wanted % (generation // tensor)
+          if slots >= options["samples"]:
+            yield _Candidate(generation, learners, fsdp, tensor, slots)
+
+
+def _chips_of_host(plan: Plan) -> int:
+  return math.prod(plan.meshes["learner"].values()) // plan.hosts + math.prod(plan.meshes["generation"].values())
+
+
+def _accepted(plan: Plan, generation: int) -> bool:
+  """Returns whether several hosts can be split so; on v5e and v6e the compiler refuses three of four chips."""
+  return plan.hosts == 1 or plan.request.target.chip.name not in ("v5e", "v6e") or generation in (1, 2)
+
+
+def _estimate(plan: Plan, times: tuple[float, float, float, float], candidate: _Candidate) -> Split:
+  """Returns a split with its pace and memory, from the programs of the plan's own."""
   options, learner, generation = plan.request.options, plan.meshes["learner"], plan.meshes["generation"]
-  chips, own = math.prod(learner.values()), math.prod(generation.values())
-  size = chips // plan.hosts + own
-  weights = plan.resident["generation"]["weights"]
+  own, row_devices = math.prod(generation.values()), learner["data"] * learner["fsdp"]
+  state, weights = plan.resident["learner"], plan.resident["generation"]["weights"]
   cache = plan.stays("generation") - weights
-  rows_of_chip = max(1, options["rows"] * learner["tensor"] // chips)
-  state = plan.resident["learner"]
   kept = sum(state[kind] for kind in ("parameters", "optimizer", "stabilizers", "reference") if kind in state)
   beside = {side: max(p.beside or 0.0 for p in plan.programs if p.side == side) for side in plan.meshes}
-  for count in range(1, size):
-    if not _accepted(plan, count):
-      continue
-    learners = (size - count) * plan.hosts
-    for fsdp in (
-      n
-      for n in range(1, learners + 1)
-      if learners % n == 0 and (plan.request.slices == 1 or n <= learners // plan.request.slices)
-    ):
-      for tensor in (n for n in (1, 2, 4, 8) if count % n == 0):
-        for slots in (options["slots"] * n // 4 for n in (1, 2, 4, 8, 16)):
-          data = count // tensor
-          if slots < options["samples"] or slots % data:
-            continue
-          split = learners // learner["tensor"]
-          read = weights * generation["tensor"] / tensor
-          held = cache * slots / options["slots"] * own / count
-          decode = times[1] * (read + held) / (weights + cache)
-          pace = _pace(plan, times[0] * chips / learners, decode, times[2] * own / count, times[3], slots)
-          evaluator = read + held * count / (size - count) if "evaluator's cache" in state else 0.0
-          yield Split(
-            {
-              "generation_devices": count,
-              "fsdp": fsdp,
-              "tensor": learner["tensor"],
-              "generation_tensor": tensor,
-              "slots": slots,
-              "rows": rows_of_chip * split,
-            },
-            pace,
-            kept * learner["fsdp"] / fsdp + evaluator + beside["learner"],
-            read + held + beside["generation"],
-          )
-
-
-def _accepted(plan: Plan, count: int) -> bool:
-  """Returns whether several hosts can be split so; on v5e and v6e the compiler refuses three of four chips."""
-  return plan.hosts == 1 or plan.request.target.chip.name not in ("v5e", "v6e") or count in (1, 2)
+  read = weights * generation["tensor"] / candidate.tensor
+  held = cache * candidate.slots / options["slots"] * own / candidate.generation
+  step, decode, prefill, gather = times
+  decode *= (read + held) / (weights + cache)
+  pace = _pace(
+    plan, step * row_devices / candidate.learners, decode, prefill * own / candidate.generation, gather, candidate.slots
+  )
+  evaluator = read + held * candidate.generation / (_chips_of_host(plan) - candidate.generation)
+  chosen = {
+    "generation_devices": candidate.generation,
+    "fsdp": candidate.fsdp,
+    "tensor": learner["tensor"],
+    "generation_tensor": candidate.tensor,
+    "slots": candidate.slots,
+    "rows": max(1, options["rows"] // row_devices) * candidate.learners,
+  }
+  return Split(
+    chosen,
+    pace,
+    kept * learner["fsdp"] / candidate.fsdp + (evaluator if "evaluator's cache" in state else 0.0) + beside["learner"],
+    read + held + beside["generation"],
+  )

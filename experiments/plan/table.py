@@ -6,9 +6,10 @@
 
 Writes a JSON file and prints a table. Groups of 16 samples with prompts of 160 and completions of 128 tokens in the
 mean, 320 and 256 at most; AdamW in float32; `remat full`; no evaluation. The learner splits its parameters over all of
-its chips; generation takes half of each host's chips, a quarter on v6e, or all of them where the compiler takes no part
-of a slice. The weights are split over the fewest generation chips that leave room, and slots fill half of what then
-remains. What was not compiled is without temporaries and exchanges.
+its chips, or over the largest power of two that divides their number. Generation takes half of each host's chips, a
+quarter on v6e, or all of them where the compiler takes no part of a slice. The weights are split over the fewest
+generation chips that leave room, and slots fill half of what then remains. What was not compiled is without temporaries
+and exchanges.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def choose_options(model: str, topology: Topology, generation: int) -> list[str]
   fitting = [n for n in (16, 32, 64, 128, 256, 512) if n * slot < 0.5 * (room - weights / tensor)]
   return [
     *("--groups", str(max(32, hosts)), "--samples", str(_SAMPLES), "--slots", str(max(fitting, default=_SAMPLES))),
-    *("--generation-devices", str(generation), "--generation-tensor", str(tensor), "--fsdp", str(learners)),
+    *("--generation-devices", str(generation), "--generation-tensor", str(tensor), "--fsdp", str(learners & -learners)),
     *("--rows", str(learners), "--remat", "full", "--eval-prompts", "0", "--max-lag", "2"),
   ]
 

@@ -7,6 +7,7 @@ import pytest
 
 from experiments import configs
 from experiments.plan import __main__ as command
+from experiments.plan import _balance
 from experiments.plan import _children
 from experiments.plan import _measure
 from experiments.plan import _plan
@@ -142,6 +143,66 @@ def test_micro_batches_hold_as_many_sequences_as_their_rows_have_room_for():
   assert _request.micro_batches(experiment, 80) == 16  # 128 rows of one sequence
   assert _request.micro_batches(experiment, 36) == 8  # of two
   assert _request.micro_batches(experiment, 1) == 1
+
+
+def plan_of(step, decode, *, slots=64, cache=2.0, hosts=1, **options):
+  """A plan of eight chips of one host, or four of each of several, half of which learn; sizes in GiB."""
+  arguments = ("gsm8k", "--topology", "v5e:2x4" if hosts == 1 else "v5e:4x4", "--model", "qwen3-0.6b", "--slots")
+  flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+  half = 4 if hosts == 1 else 2
+  costs = {"step": step, "stage": 0.0, "gather": 0.0, "prefill": 0.0, "put": 0.0, "decode": decode * 16}
+  sides = dict.fromkeys(("step", "stage"), "learner")
+  return _plan.Plan(
+    request(*arguments, str(slots), *flags),
+    layers=28,
+    compiled=(),
+    parameters=6 * 10**8,
+    meshes={
+      "learner": {"data": 1, "fsdp": half * hosts, "tensor": 1},
+      "generation": {"data": half, "fsdp": 1, "tensor": 1},
+    },
+    hosts=hosts,
+    colocated=False,
+    resident={
+      "learner": {"parameters": 2**30, "optimizer": 2 * 2**30},
+      "generation": {"weights": 2**30, "cache": cache * 2**30},
+    },
+    programs=[
+      _plan.Program(
+        name, sides.get(name, "generation"), _summary.Summary(local_seconds=seconds), 2**30, 2**29, None, 0.0
+      )
+      for name, seconds in costs.items()
+    ],
+  )
+
+
+def test_the_pace_is_that_of_the_slower_side():
+  """512 samples of 128 tokens in 64 slots of which .85 draw: 1,205 decode steps."""
+  pace = _balance.find_pace(plan_of(step=1.0, decode=0.01))
+  assert pace.generation == pytest.approx(512 * 128 / (64 * 0.85) * 0.01)
+  assert pace.step == pace.generation
+  assert pace.tokens == pytest.approx(512 * 128 / pace.step)
+  assert pace.limit == "generation"
+  assert 0.5 < pace.lag < 1  # half a step until it is trained, and a little of a sample
+  assert _balance.find_pace(plan_of(step=20.0, decode=0.01)).lag == 2  # the bound: samples wait for the learner
+  in_turn = _balance.find_pace(plan_of(step=1.0, decode=0.01, mode="sync"))
+  assert in_turn.step == in_turn.learner + in_turn.generation
+  assert in_turn.lag == 0
+
+
+def test_the_best_split_gives_chips_to_the_slower_side():
+  slow_learner = _balance.best_split(plan_of(step=100.0, decode=0.001))
+  assert slow_learner.options["generation_devices"] == 1
+  assert slow_learner.pace.learner == pytest.approx(100 * 4 / 7)
+  slow_sampler = _balance.best_split(plan_of(step=1.0, decode=0.01))
+  assert slow_sampler.options["generation_devices"] > 4
+  assert slow_sampler.options["slots"] > 64
+  for split in (slow_learner, slow_sampler):
+    learners = 8 - split.options["generation_devices"]
+    assert learners % split.options["fsdp"] == split.options["rows"] % learners == 0
+    assert max(split.learner_bytes, split.generation_bytes) <= 15.75 * 2**30
+  # Four hosts of four v5e chips cannot give three of them to generation.
+  assert _balance.best_split(plan_of(step=1.0, decode=0.01, hosts=4)).options["generation_devices"] == 2
 
 
 def test_a_request_survives_the_way_to_a_child():
