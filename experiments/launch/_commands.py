@@ -10,7 +10,7 @@ Command = tuple[str, ...]
 
 #: Kinds of failure by what the commands write; the first one that matches counts.
 _KINDS = {
-  "quota": r"quota|QUOTA_EXCEEDED|has been exceeded",
+  "quota": r"quota.{0,200}exceed|exceed.{0,200}quota|insufficient.{0,200}quota",
   "capacity": r"no more capacity|POOL_EXHAUSTED|does not have enough resources|stockout|insufficient capacity",
   "missing": r"NOT_FOUND|was not found|not found",
   "exists": r"ALREADY_EXISTS|already exists",
@@ -38,8 +38,9 @@ class CommandError(RuntimeError):
     matches = (name for name, pattern in _KINDS.items() if re.search(pattern, output, re.IGNORECASE))
     self.kind = kind or next(matches, "other")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["without a word"]
-    super().__init__(f"`{' '.join(command[:5])} ...` failed: {errors[-1]}")
+    first = next((number for number, line in enumerate(lines) if line.startswith("ERROR")), len(lines) - 1)
+    sentence = " ".join(lines[max(first, 0) :])[:600] or "without a word"
+    super().__init__(f"`{' '.join(command[:5])} ...` failed: {sentence}")
 
 
 def run(command: Sequence[str], text: str | None = None, timeout: float | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 import time
@@ -25,9 +26,12 @@ from experiments.launch._script import render_script
 
 #: The exit status of a launch whose run was lost more often than allowed: that of SIGTERM.
 _LOST_STATUS = 143
-#: Tries of a command that may fail for a while.
-_TRIES = 6
+#: Tries of a command that may fail for a while, as networks do.
+_TRIES = 30
+#: Tries of SSH, whose keys need a while to arrive at a host, and seconds of each.
+_SSH_TRIES = 6
 _SSH_SECONDS = 180.0
+_OTHER_NAME = "delete it, or give another --name"
 T = TypeVar("T")
 
 
@@ -71,7 +75,7 @@ class Drive:
     else:
       say("The run is done.")
     say(f"Logs: {self._folder} and {self._staging}")
-    if self._place.keep_machines:
+    if self._place.keep_machines and status not in RESTART_STATUSES:
       say(f"The machines of {self._job.name} are kept; delete them, or start the same command again.")
     else:
       self._delete()
@@ -82,11 +86,16 @@ class Drive:
 
     Returns:
       The exit status, or `None` if there are no machines.
+
+    Raises:
+      LaunchError: if there are machines of this name that no launch of this run has created.
     """
     state = find_state(self._machines, run)
     if state.condition is Condition.MISSING:
       return None
-    if state.condition in (Condition.LOST, Condition.FAILED) or not self._attempt:
+    if not self._attempt:
+      raise LaunchError(f"{self._job.name} exists, but not by a launch of this run; {_OTHER_NAME}")
+    if state.condition in (Condition.LOST, Condition.FAILED):
       say(f"The machines of an earlier launch are {state.words}.")
       self._delete()
       return None
@@ -125,7 +134,7 @@ class Drive:
     self._local.mkdir(parents=True, exist_ok=True)
     code, script = self._local / "code.tar.gz", self._local / "start.sh"
     pack_code(code)
-    run(upload_command(self._machines, code, self._attempt))
+    self._patiently(lambda: run(upload_command(self._machines, code, self._attempt)))
     script.write_text(script_of(self._machines, self._attempt))
     return script
 
@@ -138,12 +147,15 @@ class Drive:
     """
     script = self._upload()
     deadline = time.monotonic() + 3600 * self._place.wait_hours
+    first = self._attempt == 1
     say(f"Creating {self._job.name}: {self._job}.")
     while error := self._try_to_create(str(script)):
-      self._delete()  # the parts that were created
+      if error.kind == "exists" and first:
+        raise LaunchError(f"{error} ({_OTHER_NAME})") from error
+      self._delete()  # the parts that were created, now or by an earlier launch
       if error.kind == "quota":
         raise LaunchError(f"{error} (ask for more quota, or take another zone or --spot)") from error
-      if error.kind not in ("capacity", "exists"):
+      if error.kind == "other" and first:  # later, it may be the network
         raise error
       if time.monotonic() > deadline:
         raise LaunchError(f"no machines within {self._place.wait_hours:g} hours: {error}") from error
@@ -216,9 +228,9 @@ class Drive:
     """Copies what the hosts left to the local folder of the attempt."""
     run(copy_command(self._machines, self._folder, self._attempt))
 
-  def _patiently(self, ask: Callable[[], T]) -> T:
-    """Returns what `ask` returns; the cloud's commands may fail for a while, as networks do."""
-    for left in reversed(range(_TRIES)):
+  def _patiently(self, ask: Callable[[], T], tries: int = _TRIES) -> T:
+    """Returns what `ask` returns, which may fail for a while."""
+    for left in reversed(range(tries)):
       try:
         return ask()
       except CommandError as error:
@@ -229,14 +241,14 @@ class Drive:
     raise AssertionError
 
   def _start_again(self, host: Host, script: str) -> None:
-    """Starts a script on a host by SSH, which needs some tries until its keys have arrived."""
+    """Starts a script on a host by SSH."""
     command = self._machines.shell(host, START_AGAIN)
-    self._patiently(lambda: run(command, text=script, timeout=_SSH_SECONDS))
+    self._patiently(lambda: run(command, text=script, timeout=_SSH_SECONDS), _SSH_TRIES)
 
   def _delete(self) -> None:
     """Deletes the machines; what is missing is no error."""
     for command in self._machines.delete():
-      run_unless_missing(command)
+      self._patiently(functools.partial(run_unless_missing, command))
 
 
 #: What a host runs, by SSH, to start the script that it reads from its standard input.
@@ -285,7 +297,7 @@ def describe_launch(machines: Machines, folder: pathlib.Path, plan: Command | No
     (f"Wait until they are ready, and see whether they are still there, {polls}", [machines.describe()]),
     (f"Follow the logs and the states of all hosts, {polls}", [copy_command(machines, folder, attempt)]),
     (f"Delete, at the end; or after a preemption, and go on from the upload, {restarts}", machines.delete()),
-    ("Start again on machines that were kept, on every host", [(*machines.shell(first_host, START_AGAIN),)]),
+    ("Start again on machines that were kept, on every host", [machines.shell(first_host, START_AGAIN)]),
   ]
   lines = [f"# {machines.job}"]
   for title, commands in steps:

@@ -17,6 +17,7 @@ from experiments.launch._commands import Command
 from experiments.launch._commands import CommandError
 from experiments.launch._commands import run
 from experiments.launch._commands import say
+from experiments.launch._job import LABEL
 from experiments.launch._job import Job
 from experiments.launch._job import show
 
@@ -189,13 +190,25 @@ def _print_logs(command: Command) -> bool:
 
 
 def _find(pods: Pods) -> JobSetState | None:
-  """Returns the state of the JobSet, `None` if there is none."""
+  """Returns the state of the JobSet, `None` if there is none.
+
+  Raises:
+    ValueError: if somebody else's has this name.
+  """
   try:
-    return read_jobset(json.loads(run(describe_command(pods))))
+    described = json.loads(run(describe_command(pods)))
   except CommandError as error:
     if error.kind == "missing":
       return None
     raise
+  if not _is_launched(described):
+    raise ValueError(f"the JobSet {pods.job.name} exists, but was not launched from here; give another --name.")
+  return read_jobset(described)
+
+
+def _is_launched(described: Any) -> bool:
+  """Returns whether a JobSet was made by this launcher or by xpk."""
+  return not {LABEL, "xpk.google.com/workload"}.isdisjoint(described["metadata"].get("labels", {}))
 
 
 def list_command(cluster: Cluster) -> Command:
@@ -204,9 +217,9 @@ def list_command(cluster: Cluster) -> Command:
 
 
 def read_list(described: Any) -> list[tuple[str, str, str]]:
-  """Returns name, number of slices and state of the JobSets in a list."""
+  """Returns name, number of slices and state of the JobSets in a list, of those launched from here or by xpk."""
   rows = []
-  for jobset in described["items"]:
+  for jobset in filter(_is_launched, described["items"]):
     state = read_jobset(jobset)
     slices = sum(replicated["replicas"] for replicated in jobset["spec"]["replicatedJobs"])
     words = state.ended or state.words

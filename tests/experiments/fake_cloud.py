@@ -47,6 +47,8 @@ class Cloud:
     self.story = json.loads((folder / "story.json").read_text())
     self.file = folder / "state.json"
     self.state = json.loads(self.file.read_text()) if self.file.exists() else {}
+    if self.story.get("existing") and not self.state:
+      self.state = {"machines": True, "words": "READY", "waits": 9, "jobset": True}
 
   def count(self, what):
     """Returns how often this was asked before."""
@@ -202,13 +204,15 @@ def kubernetes(cloud, action, *arguments):
     print("".join(f"{line}\n" for line in scene.get("lines", [])), end="")
   elif arguments[0] == "jobsets":
     spec = {"replicatedJobs": [{"replicas": 2}]}
-    print(json.dumps({"items": [{"metadata": {"name": "rl8"}, "spec": spec, "status": {"restarts": 3}}]}))
+    names = [{"name": "rl8", "labels": {"async_rl": "rl8"}}, {"name": "other"}]
+    print(json.dumps({"items": [{"metadata": name, "spec": spec, "status": {"restarts": 3}} for name in names]}))
   else:
     if not cloud.state.get("jobset"):
       fail('Error from server (NotFound): jobsets.jobset.x-k8s.io "rl8" not found')
     cloud.state["looked"] = cloud.count("jobset looks")
     status = cloud.play(cloud.story["looks"], cloud.state["looked"]).get("status", {})
-    print(json.dumps({"metadata": {"name": "rl8"}, "status": status}))
+    labels = {} if "existing" in cloud.story else {"async_rl": "rl8"}
+    print(json.dumps({"metadata": {"name": "rl8", "labels": labels}, "status": status}))
 
 
 def curl(folder, *arguments):

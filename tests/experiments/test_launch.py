@@ -125,6 +125,29 @@ def test_machines_that_are_not_free_are_waited_for(play):
   assert len(fake_cloud.calls(cloud, "create")) == 3
 
 
+def test_a_failure_to_create_new_machines_after_a_preemption_is_tried_again(play):
+  attempts = [[scene("ended 143", machines="PREEMPTED")], [scene("ended 0")]]
+  status, printed, cloud = play("tpu-vm", create=["ok", "denied", "ok"], attempts=attempts)
+  assert status == 0
+  assert printed.count("Not created, trying again: ") == 1
+  assert len(fake_cloud.calls(cloud, "create")) == 3
+
+
+@pytest.mark.parametrize("story", [{"create": ["exists"]}, {"existing": True}])
+def test_machines_of_others_are_left_alone(play, story):
+  status, printed, cloud = play("tpu-vm", **story)
+  assert status == 2
+  assert "delete it, or give another --name" in printed
+  assert not fake_cloud.calls(cloud, "delete")
+
+
+def test_a_jobset_of_others_is_left_alone(play):
+  status, printed, cloud = play("jobset", existing=True, looks=[{}])
+  assert status == 2
+  assert "the JobSet rl8 exists, but was not launched from here; give another --name." in printed
+  assert not fake_cloud.calls(cloud, "delete")
+
+
 def test_waiting_for_machines_has_an_end(play):
   status, printed, _ = play("tpu-vm", "--wait-hours", "1e-9", create=["capacity"])
   assert status == 2

@@ -267,14 +267,17 @@ def test_names_are_made_of_folders():
 @pytest.mark.parametrize(
   ("written", "kind"),
   [
-    ("ERROR: Quota 'TPUS' exceeded.", "quota"),
+    ("ERROR: (gcloud.x) Could not fetch resource:\n - Quota 'TPUS' exceeded.  Limit: 4.0 in region x.", "quota"),
+    ("WARNING: add a quota project.\nERROR: DEADLINE_EXCEEDED: Deadline exceeded", "other"),
     ("ERROR: The zone does not have enough resources available: ZONE_RESOURCE_POOL_EXHAUSTED", "capacity"),
     ("ERROR: NOT_FOUND: x", "missing"),
     ("ERROR: invalid argument", "other"),
   ],
 )
 def test_failures_of_the_cloud_have_kinds(written, kind):
-  assert _commands.CommandError(("gcloud", "x"), written).kind == kind
+  error = _commands.CommandError(("gcloud", "x"), written)
+  assert error.kind == kind
+  assert str(error).endswith(f"failed: ERROR{written.partition('ERROR')[2]}".replace("\n -", " -"))
 
 
 def test_a_command_that_does_not_answer_is_slow():
