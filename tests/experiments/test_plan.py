@@ -83,9 +83,9 @@ def test_missing_weights_are_explained_with_the_way_around_them():
     request("gsm8k", "--topology", "h100:2", "--weights", "nowhere").experiment()
 
 
-def test_options_that_do_not_fit_the_devices_are_explained_by_the_child():
-  with pytest.raises(ValueError, match="must divide"):
-    _children.measure_all(request("quickstart", "--topology", "h100:2", "--fsdp", "3"), 60)
+def test_options_that_do_not_fit_the_devices_are_explained(in_this_process, capsys):
+  assert command.main(["quickstart", "--topology", "h100:2", "--fsdp", "3"]) == 2
+  assert "must divide the 1 devices" in capsys.readouterr().err
 
 
 def test_a_program_that_takes_too_long_is_named():
