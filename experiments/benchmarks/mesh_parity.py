@@ -61,12 +61,12 @@ class Sizes:
     return [Request(i, tokens, Prompt(i, "", None)) for i, tokens in enumerate(prompts)]
 
 
-def meshes_of(devices: Sequence[jax.Device]) -> Iterator[dict[str, int]]:
-  """Yields the sizes of the axes of every mesh over all `devices`."""
+def meshes_of(devices: Sequence[jax.Device], pure: bool) -> Iterator[dict[str, int]]:
+  """Yields the sizes of the axes of every mesh over all `devices`; if `pure`, of meshes with one axis."""
   count = len(devices)
   divisors = [n for n in range(1, count + 1) if count % n == 0]
   for fsdp, tensor in itertools.product(divisors, divisors):
-    if count % (fsdp * tensor) == 0:
+    if count % (fsdp * tensor) == 0 and not (pure and sorted((count // (fsdp * tensor), fsdp, tensor))[1] > 1):
       yield {"data": count // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
 
 
@@ -122,7 +122,7 @@ def norm(tree: Any) -> float:
   return float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))))
 
 
-def compare_dtype(model: models.ModelConfig, dtype: str, sizes: Sizes) -> list[dict[str, Any]]:
+def compare_dtype(model: models.ModelConfig, dtype: str, sizes: Sizes, pure: bool) -> list[dict[str, Any]]:
   """Returns the rows of one compute dtype."""
   devices = jax.devices()
   policy = models.Policy(model, dtype=dtype)
@@ -138,7 +138,7 @@ def compare_dtype(model: models.ModelConfig, dtype: str, sizes: Sizes) -> list[d
     groups.append(Group(request, completions, rewards))
   gradient, metrics = learn_once(policy, params, groups, one, sizes)
   rows = []
-  for axes in meshes_of(devices):
+  for axes in meshes_of(devices, pure):
     row: dict[str, Any] = {"dtype": dtype, **axes}
     mesh = rollout.make_mesh(devices, fsdp=axes["fsdp"], tensor=axes["tensor"])
     if axes["fsdp"] == 1:  # samplers have no fsdp axis
@@ -166,6 +166,7 @@ def format_row(row: dict[str, Any]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
+  parser.add_argument("--pure", action="store_true", help="only meshes with one axis")
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="only this compute dtype")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_parity.json"))
   args = parser.parse_args()
@@ -177,9 +178,9 @@ def main() -> None:
   rows: list[dict[str, Any]] = []
   if args.dtype != "bfloat16":
     with jax.default_matmul_precision("highest"):
-      rows += compare_dtype(model, "float32", sizes)
+      rows += compare_dtype(model, "float32", sizes, args.pure)
   if args.dtype != "float32":
-    rows += compare_dtype(model, "bfloat16", sizes)
+    rows += compare_dtype(model, "bfloat16", sizes, args.pure)
   result = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__, "rows": rows}
   args.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,11 +1,12 @@
 """The speed of whole runs on every sharing of this machine's devices, and the weak scaling of the learner.
 
-    python -m experiments.benchmarks.mesh_throughput --gsm8k-folder DIR          # GPUs; about 8 minutes on two
+    python -m experiments.benchmarks.mesh_throughput --gsm8k-folder DIR          # GPUs; about 10 minutes on four
     python -m experiments.benchmarks.mesh_throughput --smoke --gsm8k-folder DIR  # any machine, two forced CPU devices
 
 Every run trains a random policy of Qwen3-0.6B's shape in bfloat16 on GSM8K's prompts, 32 groups of 16 samples a step,
-in a process of its own. One token in 62 is a stop token, so that the lengths have a long tail: 62 tokens in the mean,
-512 at most. Prints a row per run and writes mesh_throughput.json.
+in a process of its own; runs on few devices are made side by side on different ones. One token in 62 is a stop token,
+so that the lengths have a long tail: 62 tokens in the mean, 512 at most. Prints a row per run and writes
+mesh_throughput.json.
 
 Columns: seconds of a step, median and slowest; trained tokens per second; shares of the time for which the learner and
 the generator had nothing to do; share of the sampler's slots that drew a token; bandwidth of the weight push. Then, per
@@ -15,6 +16,7 @@ number of devices, the learner's step on as many times the sequences, all axes d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,8 +25,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
@@ -45,7 +49,7 @@ from experiments.benchmarks.stabilizer_cost import make_batch
 
 MEAN_LENGTH = 62
 TINY = models.ModelConfig(
-  vocab_size=620, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, tie_embeddings=True
+  vocab_size=800, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, tie_embeddings=True
 )
 
 
@@ -57,22 +61,48 @@ class Run(NamedTuple):
   options: tuple[tuple[str, Any], ...]
 
 
-def runs_of(count: int) -> list[Run]:
-  """Returns the runs on one device and on `count`."""
-  runs = [Run("sync", 1, (("mode", "sync"),)), Run("async, colocated, lag 2", 1, (("max_lag", 2),))]
-  if count > 1:
-    shared = ("generation_devices", 0)
-    runs.append(Run("sync", count, (("mode", "sync"),)))
-    runs.append(Run("async, colocated, lag 2", count, (shared, ("max_lag", 2))))
-    split = ("generation_devices", count // 2)
-    runs += [Run(f"async, split, lag {lag}", count, (split, ("max_lag", lag))) for lag in (2, 4, 8)]
+def sizes_of(count: int) -> list[int]:
+  """Returns the numbers of devices that are compared on a machine with `count`."""
+  return [size for size in (1, 2, 4, 8) if size <= count]
+
+
+def runs_of(count: int, lags: Sequence[int]) -> list[Run]:
+  """Returns the runs on a machine with `count` devices, those on few devices first."""
+  runs = []
+  for size in sizes_of(count):
+    runs.append(Run("sync", size, (("mode", "sync"),)))
+    runs.append(Run("async, colocated, lag 2", size, (("generation_devices", 0), ("max_lag", 2))))
+    if size > 1:
+      split = ("generation_devices", size // 2)
+      runs += [Run(f"async, split, lag {lag}", size, (split, ("max_lag", lag))) for lag in lags]
   return runs
+
+
+class Machine:
+  """The devices of the machine, each lent to one run at a time."""
+
+  def __init__(self, count: int):
+    self._free = list(range(count))
+    self._changed = threading.Condition()
+
+  @contextlib.contextmanager
+  def lend(self, count: int) -> Iterator[list[int]]:
+    """Waits until `count` devices are free and lends them."""
+    with self._changed:
+      self._changed.wait_for(lambda: len(self._free) >= count)
+      lent, self._free = self._free[:count], self._free[count:]
+    try:
+      yield lent
+    finally:
+      with self._changed:
+        self._free = sorted(self._free + lent)
+        self._changed.notify_all()
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
   training: runtime.Training = runtime.Training(groups=32, samples=16)
-  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=320, max_completion_tokens=512, slots=512)
+  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=384, max_completion_tokens=512, slots=512)
   schedule: runtime.Schedule = runtime.Schedule()
   devices: runtime.Devices = runtime.Devices(rows=16, row_tokens=1024)
   length: runtime.Length = runtime.Length(steps=16)
@@ -122,8 +152,8 @@ def make_optimizer() -> optax.GradientTransformation:
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
 
 
-def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, first: int) -> dict[str, Any]:
-  """Returns the row of a run, made in a process of its own on the devices from `first` on."""
+def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, devices: Sequence[int]) -> dict[str, Any]:
+  """Returns the row of a run, made in a process of its own on the devices of these numbers."""
   run_dir = folder / "run"
   options = dict(run.options) | {"run_dir": str(run_dir), "steps": 6 if args.smoke else args.steps}
   call = f"build({args.gsm8k_folder!r}, {args.smoke}, **{options!r})"
@@ -134,7 +164,7 @@ def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, first: int) 
   if args.smoke:
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={run.devices}"
   else:
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(run.devices))
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
   done = subprocess.run(
     [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )
@@ -184,28 +214,38 @@ def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--gsm8k-folder", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
   parser.add_argument("--steps", type=int, default=16)
+  parser.add_argument("--lags", type=int, nargs="+", default=(4,), help="bounds of the lag of split devices")
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
+  parser.add_argument("--parts", nargs="+", choices=("runs", "learner"), default=("runs", "learner"))
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_throughput.json"))
   args = parser.parse_args(arguments)
   count = 2 if args.smoke else int(_ask("len(jax.devices())"))
   device = _ask("jax.devices()[0].device_kind")
   result: dict[str, Any] = {"device": device, "devices": count, "jax": jax.__version__, "runs": [], "learner": []}
-  with tempfile.TemporaryDirectory() as folder, futures.ThreadPoolExecutor(count) as pool:
-    single, shared = ([run for run in runs_of(count) if (run.devices == 1) == alone] for alone in (True, False))
-    places = [pathlib.Path(folder) / str(i) for i in range(len(single) + len(shared))]
-    for place in places:
-      place.mkdir()
-    jobs = [pool.submit(train, run, args, places[i], i % count) for i, run in enumerate(single)]
-    rows = [job.result() for job in jobs]
-    rows += (train(run, args, place, 0) for run, place in zip(shared, places[len(single) :], strict=True))
-    for row in rows:
-      print(" ".join(f"{name} {value:.3g}" if isinstance(value, float) else str(value) for name, value in row.items()))
-      result["runs"].append(row)
-  for devices, axis in ((1, "data"), *((n, axis) for n in (2, 4, 8) for axis in ("data", "fsdp"))):
-    if devices <= min(count, len(jax.devices())):
-      result["learner"].append(measure_learner(devices, axis, args.smoke))
-      print(result["learner"][-1], flush=True)
-  args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+  def report(part: str, row: dict[str, Any]) -> None:
+    print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    result[part].append(row)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+  if "runs" in args.parts:
+    machine = Machine(count)
+    with tempfile.TemporaryDirectory() as name:
+
+      def train_alone(numbered: tuple[int, Run]) -> dict[str, Any]:
+        number, run = numbered
+        folder = pathlib.Path(name) / str(number)
+        with machine.lend(run.devices) as devices:
+          folder.mkdir()
+          return train(run, args, folder, devices)
+
+      with futures.ThreadPoolExecutor(count) as pool:
+        for row in pool.map(train_alone, enumerate(runs_of(count, args.lags))):
+          report("runs", row)
+  if "learner" in args.parts:
+    for size in sizes_of(min(count, len(jax.devices()))):
+      for axis in ("data", "fsdp") if size > 1 else ("data",):
+        report("learner", measure_learner(size, axis, args.smoke))
 
 
 def _ask(question: str) -> str:
