@@ -8,9 +8,13 @@ import pathlib
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # Most of the time of these tests is compilation, and many compile the same programs, also in processes of their own.
-# Later versions of jaxlib, and of libtpu beside it, have no other emitters and refuse the flag.
+# Programs this small are compiled fastest by the older emitters, in one part, and without fusions of YNNPACK, which in
+# jaxlib 0.10.2 also computes some batched products wrongly. Later versions, and libtpu, refuse some of these flags.
 if importlib.metadata.version("jaxlib").startswith("0.10.") and importlib.util.find_spec("libtpu") is None:
-  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+  os.environ["XLA_FLAGS"] += (
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_cpu_experimental_ynn_fusion_type="
+  )
 os.environ |= {
   "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"),
   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -22,6 +22,7 @@ CONFIG = models.ModelConfig(
 )
 POLICY = models.Policy(CONFIG, dtype="float32", attention="xla")
 LORA = models.LoRA(rank=2, alpha=3.0)
+LONGEST = 19  # tokens of the longest sequence of `make_groups`, prompt and completion
 ADAPTED = dataclasses.replace(POLICY, lora=LORA)
 
 

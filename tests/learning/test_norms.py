@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from learning_helpers import LONGEST
 from learning_helpers import POLICY
 from learning_helpers import make_groups
 from learning_helpers import make_learner
@@ -18,24 +19,27 @@ from async_rl import learning
 from async_rl import models
 from async_rl.learning._norms import squared_gradient_norms
 
-LONGEST = 19  # of make_groups, prompt and completion
-
 
 def squared_norms(params, groups, policy=POLICY, trained=lambda tree: tree):
-  """One sequence at a time, unpacked; and the sequences' log-weights."""
+  """One sequence at a time, with nothing but padding after it; and the sequences' log-weights."""
 
+  @jax.jit
+  @jax.value_and_grad
   def log_probability(params, ids, mask):
-    ids = jnp.asarray(ids)[None]
-    hidden = policy.hidden(params, ids, jnp.ones_like(ids), jnp.arange(ids.shape[1])[None])
+    ids = ids[None]
+    hidden = policy.hidden(params, ids, jnp.ones_like(ids), jnp.arange(LONGEST)[None])
     logits = jax.nn.log_softmax(policy.logits(params, hidden)[0, :-1])
-    logp = jnp.take_along_axis(logits, ids[0, 1:, None], axis=1)[-len(mask) :, 0]
-    return jnp.sum(jnp.where(mask, logp, 0.0))
+    logp = jnp.take_along_axis(logits, ids[0, 1:, None], axis=1)[:, 0]
+    return jnp.sum(jnp.where(mask[1:], logp, 0.0))
 
   norms, weights = [], []
   for group in groups:
+    prompt = group.request.tokens
     for c in group.completions:
-      ids = np.concatenate([group.request.tokens, c.tokens])
-      value, gradient = jax.value_and_grad(log_probability)(params, ids, c.mask)
+      after = (0, LONGEST - len(prompt) - len(c.tokens))
+      ids = np.pad(np.concatenate([prompt, c.tokens]), after)
+      mask = np.pad(np.concatenate([np.zeros(len(prompt), bool), c.mask]), after)
+      value, gradient = log_probability(params, ids, mask)
       norms.append(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in jax.tree.leaves(trained(gradient))))
       weights.append(float(value) - float(np.sum(np.where(c.mask, c.logprobs, 0.0))))
   return np.array(norms), np.array(weights)
