@@ -34,6 +34,7 @@ from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._local_sampler import LocalSampler
 from async_rl.runtime._options import flatten
 from async_rl.runtime._reference import set_starting_reference
+from async_rl.runtime._stall_watch import StallWatch
 from async_rl.runtime._step_log import StepLog
 from async_rl.runtime._step_meter import StepMeter
 from async_rl.runtime._step_meter import combine
@@ -135,6 +136,8 @@ class Session:
     samples = experiment.options.training.samples
     conversations = Conversations(self._sampler, self._encoder, self._rewards, samples, self._scorer)
     self.actor = Actor(self._sampler, conversations, self._prompts, self.buffer, self._ledger, self._recorder)
+    self._stall_watch = StallWatch(self._progress.warn, self._describe)
+    stack.callback(self._stall_watch.close)
     self._meter = StepMeter(self._sampler, self.buffer, self.store, self.actor, self._scorer or self._rewards)
     stack.callback(self.buffer.close)
     scorers = (self._rewards, self._scorer or self._rewards)
@@ -240,6 +243,7 @@ class Session:
   def start_clock(self) -> None:
     """Starts measuring times and rates, once everything is ready."""
     self._meter.start()
+    self._stall_watch.end_step()
 
   def publish_weights(self) -> None:
     """Sends the weights of the current version on their way to the actor."""
@@ -297,13 +301,23 @@ class Session:
     drawn = sum(map(drawn_tokens, groups))
     values = self._meter.metrics(groups, self.version - 1, drawn)
     self._log.push(self.version, groups, metrics, combine(self.hosts, values))
-    if not self.done and self.evaluation_due:
-      with self._meter.timing("evaluation"):
-        self.evaluate()
-    if not self.done and output.checkpoint_every and self.version % output.checkpoint_every == 0:
-      with self._meter.timing("checkpoint"):
-        self.save()
+    with self._stall_watch.paused():
+      if not self.done and self.evaluation_due:
+        with self._meter.timing("evaluation"):
+          self.evaluate()
+      if not self.done and output.checkpoint_every and self.version % output.checkpoint_every == 0:
+        with self._meter.timing("checkpoint"):
+          self.save()
     self._meter.end_step()
+    self._stall_watch.end_step()
+
+  def _describe(self) -> str:
+    """Returns what this process is doing and what it waits for, for a run that stands still."""
+    counts = self.buffer.count_groups()
+    return (
+      f"{self.stop.activity}; the sampler has the weights of step {self.actor.version}, {counts['pending']} groups are "
+      f"being sampled or scored, {counts['complete']} wait to be trained"
+    )
 
   def _device_turn(self) -> contextlib.AbstractContextManager[None]:
     """On shared devices only one thread may launch programs at a time: their order must be the same on each device."""
