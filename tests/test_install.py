@@ -128,13 +128,17 @@ def imported(folder):
   ("folders", "extras"),
   [
     (("async_rl/stabilizers", "async_rl/losses"), ()),
-    (("async_rl", "experiments"), ("train", "reasoning", "weights", "gcs")),
+    (("async_rl", "experiments"), ("train", "reasoning", "weights", "gcs", "tpu")),
   ],
 )
 def test_every_import_is_declared(metadata, folders, extras):
-  declared = {canonical(r.name) for extra in ("", *extras) for r in requirements(metadata, extra)}
+  required = [r for extra in ("", *extras) for r in requirements(metadata, extra)]
+  for requirement in [r for r in required if r.extras]:  # as jax[tpu], which brings libtpu
+    own = importlib.metadata.metadata(requirement.name)
+    required += [r for extra in requirement.extras for r in requirements(own, extra)]
+  declared = {canonical(r.name) for r in required}
   owners = importlib.metadata.packages_distributions()
   for folder in folders:
     for module, file in imported(ROOT / folder):
-      found = {canonical(name) for name in owners.get(module, [])} & declared
+      found = {canonical(name) for name in owners.get(module, [module])} & declared
       assert module in UNDECLARED or found, f"{file} imports {module}, which setup.py does not name"
