@@ -3,6 +3,7 @@
 # Makes its own virtual environment; needs no compiler.   bash tests/run.sh [pytest options]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE  # without files of bytecode, every process would compile JAX and Orbax for 4 s again
 source experiments/setup_venv.sh
 setup_venv "[train,test]"
 "$PYTHON" -m ruff check .
