@@ -60,6 +60,6 @@ def build(options: Options) -> runtime.Experiment:
 
 
 SMOKE = dict(
-  steps=3, groups=2, samples=2, slots=4, max_completion_tokens=32, rows=2, row_tokens=288,
-  eval_prompts=0, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1, problems=64,
+  steps=3, groups=2, samples=2, slots=4, max_completion_tokens=32, length_buckets=1, rows=2,
+  row_tokens=288, eval_prompts=0, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1, problems=64,
 )  # fmt: skip

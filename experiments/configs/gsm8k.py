@@ -69,6 +69,7 @@ def build(options: Options) -> runtime.Experiment:
 
 
 SMOKE = dict(
-  steps=3, groups=2, samples=2, slots=4, max_prompt_tokens=192, max_completion_tokens=32, rows=2, row_tokens=224,
-  eval_prompts=2, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1, supervised_steps=0,
+  steps=3, groups=2, samples=2, slots=4, max_prompt_tokens=192, max_completion_tokens=32, length_buckets=1,
+  rows=2, row_tokens=224, eval_prompts=2, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1,
+  supervised_steps=0,
 )  # fmt: skip

@@ -58,5 +58,6 @@ def build(options: Options) -> runtime.Experiment:
 
 
 SMOKE = dict(
-  steps=12, groups=4, slots=16, rows=8, eval_prompts=8, checkpoint_every=1, supervised_steps=2, reward_model_steps=2
-)
+  steps=6, groups=4, slots=16, length_buckets=1, rows=8, eval_prompts=8, checkpoint_every=1, supervised_steps=2,
+  reward_model_steps=2,
+)  # fmt: skip

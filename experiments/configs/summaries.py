@@ -56,7 +56,7 @@ def build(options: Options) -> runtime.Experiment:
 
 
 SMOKE = dict(
-  steps=12, groups=2, slots=4, max_prompt_tokens=64, max_completion_tokens=16, rows=2, row_tokens=160,
-  eval_prompts=2, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1, supervised_steps=1,
+  steps=6, groups=2, slots=4, max_prompt_tokens=64, max_completion_tokens=16, length_buckets=1, rows=2,
+  row_tokens=160, eval_prompts=2, reward_workers=0, checkpoint_every=1, dtype="float32", max_lag=1, supervised_steps=1,
   reward_model_steps=1,
 )  # fmt: skip

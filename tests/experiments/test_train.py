@@ -1,6 +1,7 @@
-"""The command: every config runs, is killed and resumed; help and errors are those of a good tool."""
+"""The command: every config runs, runs are killed and resumed; help and errors are those of a good tool."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -19,7 +20,6 @@ import jax
 import pytest
 
 from async_rl import models
-from async_rl import recording
 from async_rl import tasks
 from async_rl.recording import read_metrics
 from experiments import configs
@@ -68,8 +68,8 @@ def chatting_weights(folder):
   return weights
 
 
-def arguments(name, run_dir):
-  options = configs.load(name).smoke | {"run_dir": run_dir}
+def arguments(name, run_dir, **changed):
+  options = configs.load(name).smoke | changed | {"run_dir": run_dir}
   if "gsm8k" in name:
     options["gsm8k_folder"] = GSM8K
   if name == "summaries":
@@ -79,42 +79,72 @@ def arguments(name, run_dir):
   return [name, *(part for field, value in options.items() for part in (f"--{field.replace('_', '-')}", str(value)))]
 
 
-def start(name, run_dir):
-  """The command in a process of its own, on two devices."""
-  flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # the last one counts
-  environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-  command = [sys.executable, "-m", "experiments.train", *arguments(name, run_dir)]
-  return subprocess.Popen(
-    command, cwd=run_dir.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  )
-
-
 def rows_of(run_dir):
   return [r for r in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in r]
 
 
-@pytest.mark.parametrize("name", configs.NAMES)
-def test_every_config_runs_is_killed_and_resumed(name, tmp_path):
-  if name == "countdown":
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
-  run_dir = tmp_path / "run"
-  killed = start(name, run_dir)
-  while killed.poll() is None and not (run_dir / "checkpoints" / "1").exists():
-    time.sleep(0.1)
-  assert killed.poll() is None, killed.stdout.read()
-  killed.kill()
-  killed.communicate()
-  resumed = start(name, run_dir)
-  printed, _ = resumed.communicate(timeout=600)
-  assert resumed.returncode == 0, printed
-  assert "resumed at step" in printed
-  assert "Done: " in printed
+def assert_whole(run_dir, steps):
   rows = rows_of(run_dir)
-  assert [r["step"] for r in rows] == list(range(1, rows[-1]["step"] + 1))
+  assert [r["step"] for r in rows] == list(range(1, steps + 1))
   fresh = [r["logprob_difference/lag_zero"] for r in rows if r["staleness/min"] == 0]
   assert max(fresh) < 1e-4
   for file in ("report.png", "config.txt", "schedule.jsonl", "tensorboard", "checkpoints"):
     assert (run_dir / file).exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, two_devices):
+  """Trains a config for two steps, once; returns the folder of its run."""
+
+  @functools.cache
+  def train_once(name):
+    if name == "countdown":
+      pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+    run_dir = tmp_path_factory.mktemp(name) / "run"
+    with pytest.MonkeyPatch.context() as patch:
+      patch.chdir(run_dir.parent)
+      assert train.main(arguments(name, run_dir, steps=2)) == 0
+    return run_dir
+
+  return train_once
+
+
+@pytest.mark.parametrize("name", [name for name in configs.NAMES if name != "quickstart"])
+def test_every_config_runs(name, trained):
+  assert_whole(trained(name), 2)
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capfd):
+  """The command in a process of its own, on two devices, is killed; the same command ends the run."""
+  monkeypatch.chdir(tmp_path)
+  run_dir = tmp_path / "run"
+  flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # the last one counts
+  environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+  command = [sys.executable, "-m", "experiments.train", *arguments("quickstart", run_dir)]
+  streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  with subprocess.Popen(command, env=environment, **streams) as killed:
+    while killed.poll() is None and not (run_dir / "checkpoints" / "1").exists():
+      time.sleep(0.1)
+    assert killed.poll() is None, killed.stdout.read()
+    killed.kill()
+  assert train.main(arguments("quickstart", run_dir)) == 0
+  printed = "".join(capfd.readouterr())
+  assert "resumed at step" in printed
+  assert "Done: 6 optimizer steps." in printed
+  assert_whole(run_dir, 6)
+
+
+@pytest.mark.parametrize("name", ["countdown", "keywords"])
+def test_what_is_made_at_every_start_is_the_same_on_a_resume(name, trained, monkeypatch, capfd):
+  """Generated problems, and a reference policy and a reward model that come from stages that were kept."""
+  run_dir = trained(name)
+  monkeypatch.chdir(run_dir.parent)
+  assert train.main(arguments(name, run_dir, steps=3)) == 0
+  printed = "".join(capfd.readouterr())
+  assert "resumed at step 2" in printed
+  assert "supervised step" not in printed
+  assert_whole(run_dir, 3)
 
 
 def test_help_lists_the_configs(capsys):
@@ -205,22 +235,15 @@ def test_summaries_ask_for_their_posts(tmp_path, capsys):
   assert "nowhere" in capsys.readouterr().err
 
 
-def test_stages_of_other_weights_or_steps_are_refused(tmp_path):
-  config = configs.load("summaries")
-  given = {"run_dir": str(tmp_path / "run"), "stages": str(tmp_path / "stages"), "folder": str(posts(tmp_path))}
-  weights = [tiny_weights(tmp_path), shutil.copytree(tmp_path / "weights", tmp_path / "others")]
-
-  def start(weights, supervised_steps):
-    changed = {"weights": str(weights), "supervised_steps": supervised_steps, "rows": 8}
-    experiment = config.experiment(config.options(**config.smoke | given | changed))
-    with tasks.RewardPool(experiment.task, workers=0) as rewards:
-      return experiment.start(experiment.make_stage_inputs(rewards))
-
-  start(weights[0], 1)
-  with pytest.raises(recording.CheckpointError, match="options.supervised_steps: 1 -> 2"):
-    start(weights[0], 2)
-  with pytest.raises(recording.CheckpointError, match="options.weights: .*weights' -> .*others'"):
-    start(weights[1], 1)
+def test_stages_of_other_weights_or_steps_are_refused(trained, monkeypatch, capsys):
+  folder = trained("summaries").parent
+  monkeypatch.chdir(folder)
+  shutil.copytree(folder / "weights", folder / "others")
+  command = arguments("summaries", folder / "another run")
+  assert train.main([*command, "--supervised-steps", "2"]) == 2
+  assert "options.supervised_steps: 1 -> 2" in capsys.readouterr().err
+  assert train.main([*command, "--weights", str(folder / "others")]) == 2
+  assert re.search("options.weights: .*weights' -> .*others'", capsys.readouterr().err)
 
 
 def test_rlhf_without_a_supervised_stage_starts_from_random_parameters():
@@ -260,7 +283,9 @@ class Options:
   #: Whether the loss raises.
   broken: bool = False
   training: runtime.Training = runtime.Training(groups=2, samples=2)
-  rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=16, max_completion_tokens=24, slots=8)
+  rollout: runtime.Rollout = runtime.Rollout(
+    max_prompt_tokens=16, max_completion_tokens=24, slots=8, length_buckets=1
+  )
   schedule: runtime.Schedule = runtime.Schedule(mode="sync")
   devices: runtime.Devices = runtime.Devices(reward_workers=1)
   length: runtime.Length = runtime.Length(steps=1)
@@ -280,32 +305,54 @@ def build(options):
 """
 
 
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-  """A config of the user's own, outside of the package."""
-  monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sys, "path", [*sys.path])
-  (tmp_path / "mine").mkdir()
-  file = tmp_path / "mine" / "config_of_mine.py"
-  file.write_text(MINE)
-  yield file
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory, two_devices):
+  """The file of a config of the user's own, outside of the package, in the working directory's folder `mine`."""
+  folder = tmp_path_factory.mktemp("home")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(folder)
+    patch.setattr(sys, "path", [*sys.path])
+    (folder / "mine").mkdir()
+    file = folder / "mine" / "config_of_mine.py"
+    file.write_text(MINE)
+    yield file
   sys.modules.pop("config_of_mine", None)
 
 
-def test_a_config_of_ones_own_is_trained_evaluated_and_exported(mine, capsys):
-  options = ["--scale", "2", "--run-dir", "run"]
-  assert train.main([str(mine), *options]) == 0
-  assert evaluate.main(["run"]) == 0
-  assert "config_of_mine.py, step 1, " in capsys.readouterr().out
-  assert export.main(["run", "exported"]) == 0
+def test_an_error_in_a_users_loss_keeps_its_traceback(mine):
+  with pytest.raises(ValueError, match="of the user"):
+    train.main([str(mine), "--broken", "--run-dir", "broken"])
+
+
+def test_a_config_of_ones_own_is_trained_exported_and_evaluated_by_the_commands_that_are_printed(mine, capsys):
+  def run(command):
+    _, module, name, *arguments = shlex.split(command)
+    assert (module, name) == ("-m", "experiments.train")
+    assert train.main(arguments) == 0
+    printed = capsys.readouterr().out
+    return {line[:12].strip(): line[12:] for line in printed.splitlines() if " -m experiments." in line}
+
+  first = run(f"python -m experiments.train {mine} --scale 2 --run-dir 'my run' --overwrite --steps=1")
+  shutil.copytree("my run", shlex.split(first["Try"])[-1])
+  again = run(first["Go on"])
+  assert "--steps 4" in again["Go on"]
+  assert [row["step"] for row in rows_of(mine.parents[1] / "my run")] == [1, 2]
+  assert report.main(shlex.split(again["Compare"])[3:]) == 0
+  assert "my run-async" in capsys.readouterr().out
+  assert export.main(["my run", "exported"]) == 0
+
   moved = mine.parents[1] / "config_of_mine.py"
   mine.rename(moved)
   del sys.modules["config_of_mine"]
-  assert evaluate.main(["run"]) == 2
+  evaluation = shlex.split(again["Evaluate"])[3:]
+  assert evaluate.main(evaluation) == 2
   assert "give the path of its file with --config" in capsys.readouterr().err
-  assert evaluate.main(["run", "--config", str(moved)]) == 0
+  assert evaluate.main([*evaluation, "--config", str(moved), "--prompts", "4"]) == 0
+  assert "config_of_mine.py, step 2, " in capsys.readouterr().out
+  options = ["--scale", "2", "--run-dir", "my run"]
   assert train.main([str(moved), *options, "--steps", "2"]) == 0  # the name is the same, so it resumes
-  assert train.main([str(moved), "--scale", "3", "--run-dir", "run"]) == 2
+  assert "resumed at step 2" in "".join(capsys.readouterr())
+  assert train.main([str(moved), "--scale", "3", "--run-dir", "my run"]) == 2
   assert "scale: 2.0 -> 3.0" in capsys.readouterr().err
 
 
@@ -330,11 +377,6 @@ def test_an_unknown_config_suggests_the_right_one(capsys):
   assert "did you mean 'quickstart'" in capsys.readouterr().err
 
 
-def test_an_error_in_a_users_loss_keeps_its_traceback(mine):
-  with pytest.raises(ValueError, match="of the user"):
-    train.main([str(mine), "--broken", "--run-dir", "run"])
-
-
 @pytest.mark.parametrize(
   "options",
   [("--learning-rate", "nan"), ("--warm-accuracy", "2"), ("--reward-timeout", "nan"), ("--objective", "m2p0")],
@@ -350,20 +392,3 @@ def test_a_bad_value_of_any_part_is_refused_in_the_words_of_the_command_line(opt
     rf"\*{name}\* must .*{name}='?{options[1]}", " ".join(capsys.readouterr().err.replace("│", " ").split())
   )
   assert not (tmp_path / "run").exists()
-
-
-def test_the_commands_at_the_end_of_a_run_work_as_they_are_printed(mine, capsys):
-  def run(command):
-    _, module, name, *arguments = shlex.split(command)
-    assert (module, name) == ("-m", "experiments.train")
-    assert train.main(arguments) == 0
-    printed = capsys.readouterr().out
-    return {line[:12].strip(): line[12:] for line in printed.splitlines() if " -m experiments." in line}
-
-  first = run(f"python -m experiments.train {mine} --scale 2 --run-dir 'my run' --overwrite --steps=1")
-  shutil.copytree("my run", shlex.split(first["Try"])[-1])
-  again = run(first["Go on"])
-  assert "--steps 4" in again["Go on"]
-  assert [row["step"] for row in rows_of(mine.parents[1] / "my run")] == [1, 2]
-  assert report.main(shlex.split(again["Compare"])[3:]) == 0
-  assert "my run-async" in capsys.readouterr().out
