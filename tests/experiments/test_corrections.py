@@ -172,6 +172,7 @@ def test_comparison_of_nothing_is_not_a_number():
     gradients.Mean(np.ones((1, 5)))
 
 
+@pytest.mark.usefixtures("two_devices")
 def test_command(tmp_path, capsys):
   result = corrections.main(["--smoke", "--lags", "0", "2", "--out", str(tmp_path)])
   assert list(result["lags"]) == ["0", "2"]

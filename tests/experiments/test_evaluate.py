@@ -2,12 +2,15 @@
 
 import itertools
 
+import chex
+import jax
 import numpy as np
 import pytest
 
 from async_rl import models
 from async_rl import runtime
 from experiments import evaluate
+from experiments import export
 from experiments.configs import quickstart
 
 
@@ -33,11 +36,18 @@ def test_the_interval_covers_the_mean_of_coin_flips():
   assert 0.92 <= covered / 400 <= 0.98
 
 
-def test_the_command_evaluates_what_the_run_evaluated(tmp_path, monkeypatch, capsys):
-  monkeypatch.chdir(tmp_path)
-  given = quickstart.SMOKE | {"steps": 1, "generation_devices": 4, "run_dir": "run"}
-  experiment = quickstart.build(runtime.override(quickstart.Options(), **given))
-  summary = runtime.train(experiment)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, two_devices):
+  """The experiment of a run of one step, whose folder is `run` in the working directory, and its summary."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(tmp_path_factory.mktemp("evaluate"))
+    given = quickstart.SMOKE | {"steps": 1, "reward_workers": 0, "run_dir": "run"}
+    experiment = quickstart.build(runtime.override(quickstart.Options(), **given))
+    yield experiment, runtime.train(experiment)
+
+
+def test_the_command_evaluates_what_the_run_evaluated(trained, capsys):
+  experiment, summary = trained
   assert evaluate.main(["run", "--prompts", "8"]) == 0
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
   assert evaluate.main(["run", "--prompts", "4", "--samples", "4"]) == 0
@@ -45,9 +55,11 @@ def test_the_command_evaluates_what_the_run_evaluated(tmp_path, monkeypatch, cap
   assert "avg@4" in printed
   assert "pass@4" in printed
   assert "temperature 1" in printed
+  assert export.main(["run", "exported", "--dtype", "float32"]) == 0
+  assert "exported holds step 1 of run" in capsys.readouterr().out
   learner = experiment.make_learner(experiment.make_meshes().learner)
   params = experiment.make_checkpointer(summary.folder.checkpoints).restore_params(learner.abstract().params)
-  models.save_hf("exported", experiment.policy.config, params, dtype="float32")
+  chex.assert_trees_all_equal(models.load_params(models.open_checkpoint("exported")), jax.device_get(params))
   assert evaluate.main(["run", "--prompts", "8", "--weights", "exported"]) == 0
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
   assert evaluate.main(["run", "--weights", "no/such"]) == 2
@@ -80,11 +92,8 @@ def _fails_on_odd_prompts(self, prompt, text, finish):
   return 1.0 if prompt.id % 2 == 0 else _fails(self, prompt, text, finish)
 
 
-def test_rewards_that_fail_are_counted_and_shown(tmp_path, monkeypatch, capsys):
-  monkeypatch.chdir(tmp_path)
-  given = quickstart.SMOKE | {"steps": 1, "generation_devices": 4, "reward_workers": 0, "run_dir": "run"}
-  runtime.train(quickstart.build(runtime.override(quickstart.Options(), **given)))
-  task = type(quickstart.build(quickstart.Options()).task)
+def test_rewards_that_fail_are_counted_and_shown(trained, monkeypatch, capsys):
+  task = type(trained[0].task)
   monkeypatch.setattr(task, "reward", _fails_on_odd_prompts)
   assert evaluate.main(["run", "--prompts", "8"]) == 0
   printed = capsys.readouterr().out

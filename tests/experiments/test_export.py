@@ -18,20 +18,21 @@ from experiments import train
 from experiments.configs import gsm8k
 from experiments.configs import quickstart
 
+pytestmark = pytest.mark.usefixtures("two_devices")
 
-@pytest.mark.parametrize("lora", [models.LoRA(rank=2), None])
-def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, capsys, lora):
+
+def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   build = quickstart.build
 
   def changed(options):
     """Other adapters and no warm start; advantages that do not depend on the rewards, since random sums earn none."""
     objective = learning.Objective(losses.reinforce, lambda rewards, groups, num_groups: groups + 1.0)
-    policy = dataclasses.replace(build(options).policy, lora=lora)
+    policy = dataclasses.replace(build(options).policy, lora=models.LoRA(rank=2))
     return dataclasses.replace(build(options), policy=policy, start=None, objective=objective)
 
   monkeypatch.setattr(quickstart, "build", changed)
-  given = quickstart.SMOKE | {"steps": 2, "learning_rate": 1e-2, "generation_devices": 4, "run_dir": "run"}
+  given = quickstart.SMOKE | {"steps": 2, "learning_rate": 1e-2, "run_dir": "run"}
   experiment = quickstart.build(runtime.override(quickstart.Options(), **given))
   summary = runtime.train(experiment)
   assert evaluate.main(["run", "--prompts", "8"]) == 0
@@ -51,8 +52,7 @@ def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, cap
   plain = dataclasses.replace(experiment.policy, lora=None)
   got, expected = score(plain, exported)[:, 1:], score(experiment.policy, params)[:, 1:]
   np.testing.assert_allclose(got, expected, atol=1e-5)
-  if lora:
-    assert np.abs(got - score(plain, models.split_trainable(params)[1])[:, 1:]).max() > 1e-2
+  assert np.abs(got - score(plain, models.split_trainable(params)[1])[:, 1:]).max() > 1e-2
   assert export.main(["run", "folder"]) == 2
   assert "folder exists" in capsys.readouterr().err
 
@@ -71,7 +71,7 @@ def test_adapters_on_pretrained_weights_from_the_command_line(tmp_path, monkeypa
 
   def command(run_dir, **options):
     options = {"steps": 1, "rows": 8, "row_tokens": 288, "max_prompt_tokens": 256, "gsm8k_folder": data} | options
-    smoke = gsm8k.SMOKE | {"eval_prompts": 0, "dtype": "bfloat16", "generation_devices": 4}
+    smoke = gsm8k.SMOKE | {"eval_prompts": 0, "dtype": "bfloat16"}
     fields = smoke | options | {"run_dir": run_dir}
     return ["gsm8k", "--no-chat", *(x for k, v in fields.items() for x in (f"--{k.replace('_', '-')}", str(v)))]
 

@@ -164,7 +164,9 @@ def test_the_script_trains_the_code_of_this_clone(staging, start, tmp_path, monk
   (tmp_path / "tiny_config.py").write_text(TINY)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1")
-  small = dict(mode="sync", steps=1, groups=2, samples=2, slots=4, rows=4, eval_prompts=0, reward_workers=0)
+  small = dict(
+    mode="sync", steps=1, groups=2, samples=2, slots=4, length_buckets=1, rows=4, eval_prompts=0, reward_workers=0
+  )
   options = small | {"run_dir": tmp_path / "run"}
   arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
   tiny = dataclasses.replace(job(*arguments), config=str(tmp_path / "tiny_config.py"))
