@@ -1,6 +1,7 @@
 """The smallest experiment that has every part: sums of two numbers, one layer, seconds on a CPU."""
 
 import dataclasses
+import functools
 import pathlib
 
 import optax
@@ -10,6 +11,8 @@ from async_rl import models
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
+
+OBJECTIVE = learning.objective("sequence_tis")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +47,24 @@ def build(options):
     name="tiny",
     options=options,
     task=task,
-    tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
+    tokenizer=make_tokenizer(task.corpus),
     policy=models.Policy(config, dtype="float32"),
-    objective=learning.objective("sequence_tis"),
-    optimizer=stabilizers.control_alignment(
-      optax.chain(optax.clip_by_global_norm(1.0), optax.adam(options.learning_rate), stabilizers.scale_by_ess())
-    ),
+    objective=OBJECTIVE,
+    optimizer=make_optimizer(options.learning_rate),
   )
+
+
+@functools.cache
+def make_tokenizer(corpus):
+  """Returns the tokenizer of all texts in these characters."""
+  return models.SentencePieceTokenizer(models.train_sentencepiece([corpus]))
+
+
+@functools.cache
+def make_optimizer(learning_rate):
+  """Returns Adam with every stabilizer; the same object for the same rate, so that programs can be shared."""
+  adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate), stabilizers.scale_by_ess())
+  return stabilizers.control_alignment(adam)
 
 
 def sums(options, kind=DigitSums, **fields):

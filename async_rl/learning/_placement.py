@@ -58,6 +58,8 @@ class PlacedModel:
     by_row = NamedSharding(mesh, PartitionSpec(None, models.ROWS))
     self.batch_shardings = Batch(by_row, by_row, by_row, *[self._replicated] * (len(Batch._fields) - 3))
     self.state_shardings = self._shardings()
+    self._init = jax.jit(lambda key: self._fresh(self.policy.init(key)), out_shardings=self.state_shardings)
+    self._init_from = jax.jit(self._completed, out_shardings=self.state_shardings)
 
   def _shardings(self) -> TrainState:
     """Parameters by the rules; whatever mirrors them in the optimizer's state likewise; the rest replicated."""
@@ -80,16 +82,16 @@ class PlacedModel:
       params: to start from, in any dtype and on any devices; they are copied.
     """
     if params is None:
-      return jax.jit(lambda key: self._fresh(self.policy.init(key)), out_shardings=self.state_shardings)(key)
-    expected, shardings = self.policy.abstract(), self.state_shardings.params
-
-    def make(key, params):
-      if self.policy.lora is not None and "adapters" not in params:
-        params = params | {"adapters": models.init_adapters(self.policy.lora, params, key)}
-      return self._fresh(jax.tree.map(lambda x, like: x.astype(like.dtype), params, expected))
-
+      return self._init(key)
+    shardings = self.state_shardings.params
     placed = jax.device_put(params, {part: s for part, s in shardings.items() if part != "adapters" or part in params})
-    return jax.jit(make, out_shardings=self.state_shardings)(key, placed)
+    return self._init_from(key, placed)
+
+  def _completed(self, key: Array, params: models.Params) -> TrainState:
+    """Returns a fresh state of parameters, with new adapters where these are missing, in the dtypes of the policy."""
+    if self.policy.lora is not None and "adapters" not in params:
+      params = params | {"adapters": models.init_adapters(self.policy.lora, params, key)}
+    return self._fresh(jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.policy.abstract()))
 
   def abstract(self) -> TrainState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""

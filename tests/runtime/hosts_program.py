@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import runtime_helpers
+import sharing
 from jax._src import compiler
 from tiny import DigitSums
 from tiny import tiny
@@ -31,13 +32,15 @@ HERE = pathlib.Path(__file__).parent
 STEPS = 4
 #: The environment variable with the folder of the run `killed`, in a bucket; by default it is beside the other runs.
 KILLED = "HOSTS_PROGRAM_KILLED"
+#: Sizes that all scenarios share, and so most of their programs.
+SIZES = dict(decode_chunk=2, max_lag=1)
 #: The runs of the scenario `runs`, by name.
 RUNS = {
-  "whole": dict(mode="simulated", eval_prompts=5, checkpoint_every=1),
-  "killed": dict(mode="simulated", eval_prompts=5, checkpoint_every=1),
-  "async": dict(mode="async", decode_chunk=2, max_lag=1),
-  "replay": dict(mode="simulated", decode_chunk=2, max_lag=1),
-  "colocated": dict(mode="async", decode_chunk=2, max_lag=1, generation_devices=0),
+  "whole": dict(mode="simulated", eval_prompts=5, checkpoint_every=1, **SIZES),
+  "killed": dict(mode="simulated", eval_prompts=5, checkpoint_every=1, **SIZES),
+  "async": dict(mode="async", **SIZES),
+  "replay": dict(mode="simulated", **SIZES),
+  "colocated": dict(mode="async", generation_devices=0, **SIZES),
   "stages": dict(mode="sync", fsdp=2, reference=True, eval_prompts=5, eval_temperature=None, steps=2),
 }
 
@@ -123,6 +126,7 @@ def make_runs(devices, folder):
   """Makes the runs and writes what this process saw of them."""
   results = {}
   task = DigitSums(numbers=2, train=64, test=8, data_dir=str(folder / "data"))
+  sharing.share_programs(pytest.MonkeyPatch())
   with runtime.join_hosts(devices) as hosts:
     for name, options in RUNS.items():
       steps = results[name] = []
@@ -132,7 +136,9 @@ def make_runs(devices, folder):
       run_dir = os.environ.get(KILLED) if name == "killed" else None
       options = {"run_dir": run_dir or str(folder / name), "steps": STEPS, **options}
       experiment = tiny(task=task, start=start, **options)
-      with observed(steps):
+      with observed(steps), pytest.MonkeyPatch.context() as patch:
+        if name != "async":
+          sharing.leave_pictures_out(patch)
         if name == "killed":
           with runtime_helpers.killed_at(2):
             runtime.train(experiment, hosts)
@@ -163,7 +169,7 @@ def main(scenario, process, count, port, folder):
   if scenario == "runs":
     return make_runs(runtime.Devices(**given), folder)
   _watch.LOST_SECONDS = 6.0
-  options = dict(run_dir=folder / "command", steps=8, mode="async", decode_chunk=2, checkpoint_every=1, **given)
+  options = dict(run_dir=folder / "command", steps=8, mode="async", checkpoint_every=1, **SIZES, **given)
   if scenario == "signal":
     signal_in_step(1, signal.SIGTERM, 2)
   else:

@@ -8,6 +8,7 @@ import pytest
 from bucket_server import running_server
 from hosts_program import KILLED
 from hosts_program import RUNS
+from hosts_program import SIZES
 from hosts_program import STEPS
 from hosts_program import finish
 from hosts_program import start
@@ -140,7 +141,7 @@ def test_the_loss_of_one_process_ends_the_others_with_the_cause(lost):
 
 
 def test_one_process_goes_on_where_two_were(lost, folder, capfd):
-  summary = runtime.train(tiny(run_dir=str(folder / "command"), mode="async", decode_chunk=2, steps=8))
+  summary = runtime.train(tiny(run_dir=str(folder / "command"), mode="async", steps=8, **SIZES))
   resumed = re.search(
     r"resumed at step (\d) by 1 processes, saved by 2: unfinished groups, and \d+ complete ones that waited to be "
     "trained, are sampled again",

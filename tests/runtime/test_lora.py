@@ -61,12 +61,16 @@ def watched(monkeypatch):
   return groups, params
 
 
+@functools.cache
+def score(policy):
+  return jax.jit(functools.partial(models.score, policy))
+
+
 def logprobs(policy, params, completion, request):
   length = len(request.tokens) + len(completion.tokens)
   ids = np.zeros((1, 24), np.int32)
   ids[0, :length] = np.concatenate([request.tokens, completion.tokens])
-  score = jax.jit(functools.partial(models.score, policy))
-  found = score(params, ids, np.ones_like(ids), np.arange(24, dtype=np.int32)[None]).logprobs
+  found = score(policy)(params, ids, np.ones_like(ids), np.arange(24, dtype=np.int32)[None]).logprobs
   return np.asarray(found[0, len(request.tokens) : length])
 
 

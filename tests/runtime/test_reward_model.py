@@ -1,6 +1,7 @@
 """Reward models: what they learn, their scorer, and runs that are rewarded by one."""
 
 import dataclasses
+import functools
 import shutil
 import threading
 
@@ -40,12 +41,16 @@ def build(options):
     name="words",
     options=options,
     task=task,
-    tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
+    tokenizer=tiny.make_tokenizer(task.corpus),
     policy=models.Policy(config, dtype="float32", lora=lora),
-    objective=learning.rlhf_objective("online_dpo"),
-    optimizer=optax.adam(options.learning_rate),
+    objective=OBJECTIVE,
+    optimizer=make_adam(options.learning_rate),
     scorer=lambda stage: runtime.make_scorer(stage, random_values(stage), rows=4, missing_end=-0.5),
   )
+
+
+OBJECTIVE = learning.rlhf_objective("online_dpo")
+make_adam = functools.cache(optax.adam)  # the same object for the same rate, so that programs are shared
 
 
 def words(folder="reward_model", **given):

@@ -1,7 +1,6 @@
 """Whole runs: the three ways agree, any interruption can be undone, nothing is lost, everything ends."""
 
 import dataclasses
-import os
 import resource
 import threading
 import time
@@ -160,7 +159,7 @@ def test_failed_groups_at_the_end_of_the_data_cost_no_mode_a_step(tmp_path, mode
   assert all(r["staleness/max"] <= 2 for r in rows(summary))
 
 
-def test_data_that_give_no_step_end_the_run_with_a_report_that_says_so(tmp_path):
+def test_data_that_give_no_step_end_the_run_with_a_report_that_says_so(tmp_path, draws_pictures):
   summary = runtime.train(tiny_with(Broken, tmp_path, steps=100, epochs=1, train_prompts=8))
   assert summary.ended_early
   assert summary.version == 0
@@ -260,41 +259,6 @@ def test_the_end_of_the_data_ends_the_run(tmp_path, mode):
   assert summary.version == 18 // 4
 
 
-@pytest.mark.parametrize("mode", ["async", "simulated", "sync"])
-def test_no_recompilation_after_the_first_steps(tmp_path, mode):
-  compiled = []
-  count = lambda name, *_, **__: compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
-  at = {}
-
-  learn = _session.Session.step
-
-  def watched(self, groups):
-    learn(self, groups)
-    at[self.version] = len(compiled)
-
-  jax.monitoring.register_event_duration_secs_listener(count)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_session.Session, "step", watched)
-    runtime.train(tiny(run_dir=str(tmp_path), mode=mode, steps=12, checkpoint_every=5))
-  assert at[2] > 0
-  assert at[12] == at[2]
-
-
-def test_memory_stays_flat_over_300_steps(tmp_path):
-  used = {}
-  learn = _session.Session.step
-
-  def watched(self, groups):
-    learn(self, groups)
-    with open("/proc/self/statm") as statm:
-      used[self.version] = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_session.Session, "step", watched)
-    runtime.train(tiny(run_dir=str(tmp_path), mode="async", steps=360, decode_chunk=16))
-  assert used[360] - used[60] < 30, {step: round(used[step]) for step in range(60, 361, 60)}
-
-
 @pytest.mark.parametrize(
   ("options", "message"),
   [
@@ -315,10 +279,10 @@ def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, messag
 def test_a_folder_of_another_run_is_left_alone(tmp_path):
   runtime.train(tiny(run_dir=str(tmp_path), steps=1))
   before = (tmp_path / "metrics.jsonl").read_text()
-  with pytest.raises(recording.RunFolderError, match="learning_rate: 0.01 -> 0.5.*--overwrite"):
-    runtime.train(tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5))
+  with pytest.raises(recording.RunFolderError, match="train_prompts: 64 -> 32.*--overwrite"):
+    runtime.train(tiny(run_dir=str(tmp_path), steps=1, train_prompts=32))
   assert (tmp_path / "metrics.jsonl").read_text() == before
-  assert runtime.train(tiny(run_dir=str(tmp_path), steps=1, learning_rate=0.5, overwrite=True)).version == 1
+  assert runtime.train(tiny(run_dir=str(tmp_path), steps=1, train_prompts=32, overwrite=True)).version == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -353,3 +317,25 @@ def test_a_run_resumes_on_other_devices(tmp_path):
   summary, moved, _ = run(make("moved", steps=4, generation_devices=0, fsdp=2))
   assert summary.version == 4
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.params, moved.params)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_no_recompilation_after_the_first_steps(tmp_path, shared_programs, mode):
+  """On a mesh for each part and on one for both; simulated runs have the programs of asynchronous ones."""
+  shared_programs.forget()
+  compiled = []
+  count = lambda name, *_, **__: compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
+  at = {}
+
+  learn = _session.Session.step
+
+  def watched(self, groups):
+    learn(self, groups)
+    at[self.version] = len(compiled)
+
+  jax.monitoring.register_event_duration_secs_listener(count)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(_session.Session, "step", watched)
+    runtime.train(tiny(run_dir=str(tmp_path), mode=mode, steps=12, checkpoint_every=5))
+  assert at[2] > 0
+  assert at[12] == at[2]

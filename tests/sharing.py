@@ -1,0 +1,55 @@
+"""Learners and sampling programs that several runs of one process share, so that each is traced and compiled once.
+
+A test makes several runs of one experiment; tracing their programs again would take most of its time. What is shared is
+all that does not change: jitted functions and compiled programs, never weights, caches or a reference policy.
+"""
+
+import copy
+import functools
+
+import jax
+
+from async_rl import runtime
+from async_rl.runtime import _run
+from async_rl.sampling import _engine
+from async_rl.sampling import _programs
+
+
+class SharedPrograms:
+  """What was made so far; a learner by its parts, of which objectives and optimizers are the same only if identical."""
+
+  def __init__(self):
+    self._learners = {}
+    self.programs = functools.cache(_programs.Programs)
+
+  def learner(self, make, experiment, mesh):
+    """Returns a new learner, as `make` does, with the jitted functions of the first equal one."""
+    policy, optimizer, objective = experiment.policy, experiment.optimizer, experiment.objective
+    options = experiment.options
+    sizes = (experiment.batch_shape, options.rollout.temperature, options.schedule.lag_bound)
+    key = (policy, id(optimizer), id(objective), mesh, sizes)
+    if key not in self._learners:  # with the objects whose identity is in the key, which must stay alive
+      self._learners[key] = (make(experiment, mesh), optimizer, objective)
+    learner = copy.copy(self._learners[key][0])
+    assert learner._reference is None
+    return learner
+
+  def forget(self):
+    """Makes the next run compile everything again."""
+    self._learners.clear()
+    self.programs.cache_clear()
+    jax.clear_caches()
+
+
+def share_programs(patch):
+  """Lets the runs of this process share what equal experiments compile."""
+  shared = SharedPrograms()
+  make = runtime.Experiment.make_learner
+  patch.setattr(runtime.Experiment, "make_learner", lambda experiment, mesh: shared.learner(make, experiment, mesh))
+  patch.setattr(_engine, "Programs", shared.programs)
+  return shared
+
+
+def leave_pictures_out(patch):
+  """Lets runs end without a picture, which takes longer to draw than the steps of a test."""
+  patch.setattr(_run, "write_report", lambda folder: folder.report)
