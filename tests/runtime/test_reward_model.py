@@ -186,19 +186,19 @@ def test_gradient_is_that_of_the_pair_loss(stage):
 
 
 def test_a_reward_model_learns_the_comparisons_and_is_kept(stage, tmp_path):
-  train = runtime.RewardModelStage(300, 5e-3, pairs=32, check_every=300)
+  train = runtime.RewardModelStage(150, 5e-3, pairs=32, check_every=150)
   keep = lambda make, options: runtime.KeptStage(make, str(tmp_path / "stage"), options, runtime.abstract_reward_model)
-  keep(train, {"steps": 300})(stage)
+  keep(train, {"steps": 150})(stage)
   never = lambda stage: pytest.fail("they are there")
-  restored = keep(never, {"steps": 300})(stage)
+  restored = keep(never, {"steps": 150})(stage)
   task = stage.encoder.task
   with runtime.make_scorer(stage, restored) as scorer:
     assert runtime.pair_accuracy(scorer, task.preferences("test")) > 0.8
     values = np.array(_reward_model.pair_values(scorer, task.preferences("train")[:256]))
   assert values[:, 0].mean() == pytest.approx(0.0, abs=1e-3)
   assert values.std() == pytest.approx(1.0, abs=1e-3)
-  with pytest.raises(recording.CheckpointError, match="steps: 300 -> 301"):
-    keep(never, {"steps": 301})(stage)
+  with pytest.raises(recording.CheckpointError, match="steps: 150 -> 151"):
+    keep(never, {"steps": 151})(stage)
 
 
 def test_a_stage_without_parameters_has_nothing_to_keep(stage, tmp_path):
