@@ -130,11 +130,23 @@ def test_sampler_and_learner_agree_on_log_probabilities(drawn):
     assert mask[:length].all()
 
 
+@pytest.fixture(scope="module")
+def gradient(drawn):
+  """Random rewards, and the gradient of the runner on `drawn` under them at lag 3, by loss and weights."""
+  _, _, prompts, completions = drawn
+  runner = runs.Runner(TINY, "float32", max_lag=4)
+  rewards = jax.random.normal(jax.random.key(2), (prompts.shape[0],))
+  runner.reward = lambda prompts, tokens: rewards
+  program = jax.jit(runner.gradient)  # one for all losses
+  make = lambda loss, weights: program(methods.Knobs(loss=loss), weights, prompts, completions, jnp.int32(3))
+  return rewards, make
+
+
 @pytest.mark.parametrize("name", ["ppo", "a3po", "sequence_tis", "topr", "m2po", "prefix_tis"])
-def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, name):
+def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, gradient, name):
   runner, weights, prompts, completions = drawn
   moved = weights * 1.02
-  rewards = jax.random.normal(jax.random.key(2), (prompts.shape[0],))
+  rewards, make_gradient = gradient
   objective = learning.Objective(methods.LOSSES[name], losses.ADVANTAGES["dr_grpo"])
   mask, behavior = completions.mask, completions.logprobs
 
@@ -146,10 +158,7 @@ def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, name):
     return objective.mean(out.loss, mask)
 
   wanted = jax.jit(jax.grad(loss))(moved)
-  runner = runs.Runner(TINY, "float32", max_lag=4)
-  runner.reward = lambda prompts, tokens: rewards
-  knobs = methods.Knobs(loss=list(methods.LOSSES).index(name))
-  got, log_weights, _ = jax.jit(runner.gradient)(knobs, moved, prompts, completions, jnp.int32(3))
+  got, log_weights, _ = make_gradient(list(methods.LOSSES).index(name), moved)
   np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
   assert np.std(log_weights) > 0.01
 
@@ -158,7 +167,7 @@ def test_exact_norms_are_those_of_single_trajectories(drawn):
   runner, weights, prompts, completions = drawn
   got = jax.jit(runner.squared_norms)(weights, prompts, completions)
   logprob = lambda w: jnp.sum(runner.score(w, prompts, completions.tokens).logprobs[3] * completions.mask[3])
-  np.testing.assert_allclose(got[3], jnp.sum(jax.grad(logprob)(weights) ** 2), rtol=1e-3)
+  np.testing.assert_allclose(got[3], jnp.sum(jax.jit(jax.grad(logprob))(weights) ** 2), rtol=1e-3)
 
 
 def batch_with(logprobs, rewards, behavior=None):
@@ -408,7 +417,7 @@ def test_warm_starts_are_made_once_and_extended(tiny_data, tmp_path):
   assert kept[1] != kept[3]
   again = warm.WarmStarts(tmp_path / "folder" / "warm_sums.npz")
   assert again.make({1, 3}, runner, *tiny_data) == []
-  assert again.make({1, 2}, runner, *tiny_data) == [2]
+  assert again.make({1, 2, 4}, runner, *tiny_data) == [2, 4]
   assert {seed: again.checksums()[seed] for seed in kept} == kept
   assert warm.WarmStarts(tmp_path / "folder" / "warm_sums.npz").checksums() == again.checksums()
 

@@ -14,6 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 def test_notebook_runs_and_shows_shapes_and_its_plot():
   notebook = nbformat.read(ROOT / "colabs/stabilizers.ipynb", as_version=4)
   assert not any(cell.get("outputs") for cell in notebook.cells), "commit notebooks without outputs"
+  seeds = [cell for cell in notebook.cells if "SEEDS = 16, 300, 8" in cell.source]
+  seeds[0].source = seeds[0].source.replace("SEEDS = 16, 300, 8", "SEEDS = 16, 300, 4")  # take half of the time
   nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
   outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
   text = "".join(o.get("text", "") for o in outputs)
