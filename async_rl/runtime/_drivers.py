@@ -52,8 +52,9 @@ def run_async(session: Session) -> None:
     while not session.done:
       session.step(session.take_batch())
   finally:
-    session.buffer.close()
-    session.store.close()
+    with session.actor.paused():  # a chunk that ended after this could not hand in the groups that it completed
+      session.buffer.close()
+      session.store.close()
     thread.join()
 
 

@@ -260,7 +260,7 @@ def test_with_adapters_the_reference_is_kept_as_adapters_and_the_reward_model_ha
 
 
 def test_an_asynchronous_run_is_rewarded_by_a_model(tmp_path):
-  summary = runtime.train(words(tmp_path, mode="async", steps=6))
+  summary = runtime.train(words(tmp_path, mode="async", max_lag=3, steps=6))
   found = [row for row in rows(summary) if "reward/mean" in row]
   assert [row["step"] for row in found] == list(range(1, 7))
   assert all(row["reward/failures"] == 0 for row in found)

@@ -1,7 +1,10 @@
 """SIGTERM and Ctrl-C: answered at once, obeyed between two chunks of work, saved, and resumed by the same command."""
 
+import collections
 import os
 import signal
+import threading
+import time
 
 import pytest
 from runtime_helpers import assert_identical
@@ -88,6 +91,36 @@ def test_a_signal_in_an_asynchronous_run_keeps_what_is_in_flight(tmp_path, monke
   assert len(trained) == len(set(trained)) == 4 * 4
 
 
+def test_a_signal_while_a_chunk_completes_a_group_does_not_lose_it(tmp_path, monkeypatch):
+  experiment = tiny(run_dir=str(tmp_path), mode="async", decode_chunk=2, steps=2)
+  take, step, sessions, finished = _session.Session.take_batch, sampling.Engine.step, [], collections.Counter()
+  asked, completed = threading.Event(), threading.Event()
+
+  def chunk(engine):
+    assert asked.wait(60)
+    completions = step(engine)
+    finished.update(completion.ticket for completion in completions)
+    if 2 in finished.values() and not completed.is_set():
+      completed.set()
+      for _ in range(100):  # until the run is closed, which it must not be while a chunk is decoded
+        time.sleep(0.0 if sessions[0].buffer.closed else 0.01)
+    return completions
+
+  def signalled(session, tickets=None):
+    sessions.append(session)
+    asked.set()
+    assert completed.wait(60)
+    session.stop.request()
+    return take(session, tickets)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(sampling.Engine, "step", chunk)
+    patch.setattr(_session.Session, "take_batch", signalled)
+    with pytest.raises(runtime.Interrupted, match="after step 0"):
+      runtime.train(experiment)
+  assert runtime.train(experiment).version == 2
+
+
 def test_a_signal_in_an_evaluation_stops_between_two_chunks_and_evaluates_again(tmp_path, monkeypatch):
   options = dict(steps=4, decode_chunk=2, eval_prompts=4, eval_every=2)
   make = lambda name: tiny(run_dir=str(tmp_path / name), **options)
@@ -114,7 +147,7 @@ def test_a_signal_in_a_warm_start_ends_it_and_the_same_command_starts_again(tmp_
       mark.touch()
       os.kill(os.getpid(), signal.SIGTERM)
 
-  experiment = tiny(run_dir=str(tmp_path / "run"), steps=1, start=start)
+  experiment = tiny(run_dir=str(tmp_path / "run"), decode_chunk=2, steps=1, start=start)
   with pytest.raises(runtime.Interrupted, match="stopped by SIGTERM while starting; rerun") as stopped:
     runtime.train(experiment)
   assert stopped.value.status == 143
