@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import signal
 import socket
 import sys
@@ -12,18 +14,19 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-  """SIGTERM or SIGINT ended the run; like KeyboardInterrupt, no `except Exception` stops it.
+  """SIGTERM, SIGINT or SIGHUP ended the run; like KeyboardInterrupt, no `except Exception` stops it.
 
   Args:
     message: one sentence for the user.
     number: the number of the signal.
 
   Attributes:
-    status: the exit status of the process by the shells' convention: 143 after SIGTERM, 130 after SIGINT.
+    status: the exit status of the process by the shells' convention: 143 after SIGTERM, 130 after SIGINT, 129 after
+      SIGHUP.
   """
 
   def __init__(self, message: str, number: int):
@@ -36,11 +39,12 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-  """Notices SIGTERM and SIGINT while a run works.
+  """Notices SIGTERM, SIGINT and SIGHUP, the end of its terminal, while a run works.
 
   A thread answers a signal at once, also while the main thread compiles or waits for a device; the main thread obeys
   at its next `check`, in `deferred` work. Other work, which has nothing to save, ends with `Interrupted` as soon as the
-  interpreter is reached. A second SIGINT does what it did before.
+  interpreter is reached. A second SIGINT does what it did before. SIGHUP is left alone where it is ignored, as under
+  nohup; after it, what the run writes to its terminal goes nowhere.
 
   Attributes:
     activity: the work at hand, for the answer to the user, such as "evaluating version 3".
@@ -89,8 +93,13 @@ class StopSignal:
       yield
       return
     before: dict[int, Any] = {int(number): signal.getsignal(number) for number in _SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+      del before[signal.SIGHUP]
+    terminals = [number for number in (1, 2) if _is_terminal(number)]
 
     def obey(number: int, _: Any) -> None:
+      if number == signal.SIGHUP:
+        _silence(terminals)
       self.request(number)
       signal.signal(signal.SIGINT, before[signal.SIGINT])
       if not self._deferred:
@@ -99,7 +108,8 @@ class StopSignal:
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=self._answer, args=(receiver,), name="signals", daemon=True)
+    answer = functools.partial(self._answer, receiver, tuple(before), terminals)
+    thread = threading.Thread(target=answer, name="signals", daemon=True)
     thread.start()
     try:
       for number in before:
@@ -113,14 +123,32 @@ class StopSignal:
       thread.join()
       receiver.close()
 
-  def _answer(self, receiver: socket.socket) -> None:
+  def _answer(self, receiver: socket.socket, obeyed: tuple[int, ...], terminals: list[int]) -> None:
     """Tells the user that the first signal was received, from a thread that is never busy."""
     answered = False
     while numbers := receiver.recv(16):
       for number in numbers:
-        if number in _SIGNALS and not answered:
+        if number == signal.SIGHUP in obeyed:
+          _silence(terminals)
+        if number in obeyed and not answered:
           answered = True
           self.request(number)
           name = signal.Signals(number).name
           then = "the run is saved after this chunk of work and stops; Ctrl-C stops it without"
           print(f"{name} received while {self.activity}: {then}", file=sys.stderr, flush=True)
+
+
+def _is_terminal(number: int) -> bool:
+  """Returns whether a file descriptor is an open terminal."""
+  try:
+    return os.isatty(number)
+  except OSError:
+    return False
+
+
+def _silence(descriptors: list[int]) -> None:
+  """Has what is written to the descriptors go nowhere: writing to a terminal that is gone would be an error."""
+  nowhere = os.open(os.devnull, os.O_WRONLY)
+  for number in descriptors:
+    os.dup2(nowhere, number)
+  os.close(nowhere)

@@ -1,8 +1,13 @@
 """SIGTERM and Ctrl-C: answered at once, obeyed between two chunks of work, saved, and resumed by the same command."""
 
 import collections
+import fcntl
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 import threading
 import time
 
@@ -19,7 +24,7 @@ from async_rl import sampling
 from async_rl.runtime import _session
 from async_rl.runtime import _signals
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
@@ -43,6 +48,49 @@ def test_a_second_ctrl_c_does_what_it_did_before():
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
       os.kill(os.getpid(), signal.SIGINT)
+
+
+#: Waits for a signal as a run does, then reports on its terminal and, in a file, how it ended.
+WAITING = """
+import pathlib, sys, time
+from async_rl.runtime import _signals
+stop = _signals.StopSignal()
+with stop.caught(), stop.deferred():
+  print("ready", flush=True)
+  try:
+    while True:
+      stop.check()
+      time.sleep(0.01)
+  except _signals.StopRequested:
+    print("saving", file=sys.stderr, flush=True)
+    print("saved", flush=True)
+    pathlib.Path(sys.argv[1]).write_text(str(stop.interrupted("now").status))
+"""
+
+
+def test_a_run_whose_terminal_is_closed_saves(tmp_path):
+  master, slave = pty.openpty()
+  process = subprocess.Popen(
+    [sys.executable, "-c", WAITING, str(tmp_path / "status")],
+    stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+    preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
+  )  # fmt: skip
+  os.close(slave)
+  assert os.read(master, 100).strip() == b"ready"
+  os.close(master)
+  assert process.wait(60) == 0
+  assert (tmp_path / "status").read_text() == "129"
+
+
+def test_nohup_keeps_its_meaning():
+  ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    stop = _signals.StopSignal()
+    with stop.caught(), stop.deferred():
+      os.kill(os.getpid(), signal.SIGHUP)
+      stop.check()
+  finally:
+    signal.signal(signal.SIGHUP, ignored)
 
 
 def send_in(patch, owner, name, number, when):
