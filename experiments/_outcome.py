@@ -50,6 +50,8 @@ def describe_outcome(summary: Summary, options: Options, arguments: Sequence[str
       steps = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
       lines.append(f"            (the lag of the first {steps} after this end is less than in a run planned longer)")
   lines += _other_run(summary, options, arguments)
+  if options.devices.process_id is not None:
+    lines.append("            (commands that train: in every process, with its number as I)")
   return "\n".join(lines)
 
 
@@ -79,8 +81,13 @@ def _is_replay(options: Options) -> bool:
 
 
 def _train(arguments: Sequence[str], **changes: Any) -> str:
-  """Returns the command of the run with some options changed, and without `--overwrite`, which would delete it."""
+  """Returns the command of the run with some options changed, and without `--overwrite`, which would delete it.
+
+  Where the run has several processes, the number of each is `I`.
+  """
   config, *given = arguments
+  if any(part.partition("=")[0].replace("_", "-") == "--process-id" for part in given):
+    changes = {"process_id": "I", **changes}
   options = {f"--{name.replace('_', '-')}": str(value) for name, value in changes.items()}
   kept = _without(given, {*options, "--overwrite", "--no-overwrite"})
   changed = [part for option in options.items() for part in option]

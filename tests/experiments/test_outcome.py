@@ -47,6 +47,16 @@ def test_the_command_is_the_runs_own_with_more_steps():
   assert found["Evaluate"] == "python -m experiments.evaluate runs/gsm8k --samples 8"
 
 
+def test_the_commands_of_a_run_of_several_processes_are_for_all_of_them():
+  given = ["quickstart", "--coordinator", "host:1", "--num-processes=2", "--process_id", "0", "--steps", "7"]
+  _, options = train.parse(given)
+  summary = runtime.Summary(recording.RunFolder(pathlib.Path("r"), resumed=False, _lock=None), 7, None, None, False)
+  text = _outcome.describe_outcome(summary, options, given)
+  assert text.endswith("(commands that train: in every process, with its number as I)")
+  common = "python -m experiments.train quickstart --coordinator host:1 --num-processes=2"
+  assert by_label(text)["Go on"] == f"{common} --process-id I --steps 14"
+
+
 @pytest.mark.parametrize(
   ("options", "proposed"),
   [
