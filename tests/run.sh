@@ -15,6 +15,7 @@ install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C
   echo "Without the weights of SmolLM2-135M, the tests of it are skipped."
 
 pytest=(-m pytest -c tests/pytest.ini --rootdir=.)
+parallel=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ $# -eq 0 ]; then
   # These packages hold others back, so that they get an environment on top of the one that everything else is tested in.
   beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py tests/sampling/test_cache_layout.py)
@@ -23,9 +24,9 @@ if [ $# -eq 0 ]; then
   echo "$PWD"/.venv/lib/python3*/site-packages > "$(echo .venv/neighbors/lib/python3*/site-packages)/below.pth"
   install_into .venv/neighbors "[neighbors]"
   wait "$types"
-  .venv/neighbors/bin/python "${pytest[@]}" "${beside[@]}"
+  .venv/neighbors/bin/python "${pytest[@]}" "${parallel[@]}" "${beside[@]}"
   set -- "${beside[@]/#/--ignore=}"
 else
   wait "$types"
 fi
-exec "$PYTHON" "${pytest[@]}" -n 2 --dist loadfile --no-loadscope-reorder "$@"
+exec "$PYTHON" "${pytest[@]}" "${parallel[@]}" "$@"
