@@ -15,13 +15,15 @@ find_python() {
   return 1
 }
 
-# Installs the package with EXTRAS into the environment FOLDER, unless the same was installed there before.
+# Installs the package with EXTRAS into the environment FOLDER, unless the same was installed there before: with uv, which
+# takes seconds, where it is there and works, as it may not behind some package indexes; otherwise with pip.
 install_into() {
   local folder="$1" extras="$2" mark
   mark="$(cksum < setup.py | cut -d' ' -f1)-$("$folder/bin/python" -V | tr -d ' ')$extras"
   if ! grep -qsxF "$mark" "$folder/installed"; then
     echo "Installing async_rl$extras into $folder ..."
-    .venv/bin/python -m pip --python "$folder/bin/python" install -qq --no-compile --editable ".$extras" || return 1
+    { [ -x "$folder/bin/uv" ] && "$folder/bin/uv" pip install -q --python "$folder/bin/python" --editable ".$extras"; } ||
+      .venv/bin/python -m pip --python "$folder/bin/python" install -qq --no-compile --editable ".$extras" || return 1
     echo "$mark" >> "$folder/installed"
   fi
 }
@@ -31,7 +33,7 @@ setup_venv() {
   if ! .venv/bin/python -c '' 2>/dev/null; then
     python=$(find_python) || return 1
     "$python" -m venv --clear .venv
-    .venv/bin/python -m pip install -qq --upgrade pip
+    .venv/bin/python -m pip install -qq --upgrade pip uv
   fi
   PYTHON=$PWD/.venv/bin/python
   install_into .venv "$1"
