@@ -15,8 +15,7 @@ install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C
   echo "Without the weights of SmolLM2-135M, the tests of it are skipped."
 
 pytest=(-m pytest -c tests/pytest.ini --rootdir=.)
-# Three workers for two cores: some tests wait for processes that end or are lost.
-parallel=(-n 3 --dist loadfile --no-loadscope-reorder)
+parallel=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ $# -eq 0 ]; then
   # These packages hold others back, so that they get an environment on top of the one that everything else is tested in.
   beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py tests/sampling/test_cache_layout.py)

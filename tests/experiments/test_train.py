@@ -116,6 +116,7 @@ def test_every_config_runs(name, trained, monkeypatch, capfd):
   # Made again at every start: generated problems; a reference policy and a reward model of stages that were kept.
   if name in ("countdown", "keywords"):
     monkeypatch.chdir(run_dir.parent)
+    capfd.readouterr()
     assert train.main(arguments(name, run_dir, steps=3)) == 0
     printed = "".join(capfd.readouterr())
     assert "resumed at step 2" in printed

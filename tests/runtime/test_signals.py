@@ -1,13 +1,11 @@
 """SIGTERM and Ctrl-C: answered at once, obeyed between two chunks of work, saved, and resumed by the same command."""
 
 import collections
-import fcntl
 import os
 import pty
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 
@@ -52,8 +50,9 @@ def test_a_second_ctrl_c_does_what_it_did_before():
 
 #: Waits for a signal as a run does, then reports on its terminal and, in a file, how it ended.
 WAITING = """
-import pathlib, sys, time
+import fcntl, pathlib, sys, termios, time
 from async_rl.runtime import _signals
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 stop = _signals.StopSignal()
 with stop.caught(), stop.deferred():
   print("ready", flush=True)
@@ -72,9 +71,11 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path):
   master, slave = pty.openpty()
   process = subprocess.Popen(
     [sys.executable, "-c", WAITING, str(tmp_path / "status")],
-    stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-    preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
-  )  # fmt: skip
+    stdin=slave,
+    stdout=slave,
+    stderr=slave,
+    start_new_session=True,
+  )
   os.close(slave)
   assert os.read(master, 100).strip() == b"ready"
   os.close(master)
