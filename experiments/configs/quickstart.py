@@ -1,9 +1,9 @@
 """Sums with a scratchpad: a 0.1M-parameter transformer from scratch, warm-started, then trained asynchronously.
 
 Command: bash experiments/quickstart.sh
-Hardware and time: two CPU cores, about two minutes.
-Result: held-out greedy accuracy .488 after the warm start, .633 ± .059 after 400 steps (seed 0, the only one tried with
-  these defaults; experiments/README.md has three seeds of the earlier ones).
+Hardware and time: two CPU cores, two to five minutes.
+Result: held-out greedy accuracy after the warm start → after 400 steps, each ± .06: .488 → .633, .539 → .539, .379 → .727
+  (seeds 0, 1, 2).
 """
 
 from __future__ import annotations
