@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from collections.abc import Iterator
 
+from async_rl._monitor import Monitor
+
 #: A step that takes this many times the median of those before it is called a standstill ...
 _FACTOR = 10.0
 #: ... unless it is shorter than this many seconds ...
@@ -39,12 +41,11 @@ class StallWatch:
     self._tell = tell
     self._describe = describe
     self._least_seconds = least_seconds
-    self._changed = threading.Condition()
+    self._monitor = Monitor("the watch over standstills")
     self._seconds: collections.deque[float] = collections.deque(maxlen=101)
     self._began = math.inf
     self._paused_seconds = 0.0
     self._due = self._limit = math.inf
-    self._closed = False
     self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
     self._thread.start()
 
@@ -71,33 +72,38 @@ class StallWatch:
 
   def close(self) -> None:
     """Ends the watch."""
-    with self._changed:
-      self._closed = True
-      self._changed.notify()
+    self._monitor.close()
     self._thread.join()
 
   def _step_limit(self) -> float:
     if len(self._seconds) < _LEAST_STEPS:
       return math.inf
-    return max(self._least_seconds, _FACTOR * statistics.median(self._seconds))
+    return max(self._least_seconds, _FACTOR * self._median())
 
   def _restart(self, start: float, limit: float) -> None:
-    with self._changed:
+    with self._monitor:
       self._due, self._limit = start + limit, limit
-      self._changed.notify()
+      self._monitor.notify()
 
   def _watch(self) -> None:
-    with self._changed:
-      while not self._closed:
+    while text := self._wait_for_standstill():
+      # Stacks first: a thread that stands still may hold what `describe` needs.
+      self._tell(f"{text}; every thread of this process:\n{format_stacks()}")
+      self._tell(f"{text}; {self._describe()}")
+
+  def _wait_for_standstill(self) -> str | None:
+    """Returns what to tell, once there is something; `None` if the watch was closed."""
+    with self._monitor:
+      while not self._monitor.closed:
         left = self._due - time.monotonic()
-        if left > 0:
-          self._changed.wait(None if left == math.inf else left)
-          continue
-        self._due = math.inf  # told once
-        text = f"no step has ended for {self._limit:.0f} s, where steps take {self._median():.1f} s"
-        # Stacks first: a thread that stands still may hold what `describe` needs.
-        self._tell(f"{text}; every thread of this process:\n{format_stacks()}")
-        self._tell(f"{text}; {self._describe()}")
+        if left <= 0:
+          self._due = math.inf  # told once
+          return f"no step has ended for {self._limit:.0f} s, where steps take {self._median():.1f} s"
+        self._wait_for_restart(self._due, None if left == math.inf else left)
+    return None
+
+  def _wait_for_restart(self, due: float, timeout: float | None) -> None:
+    self._monitor.wait_for(lambda: self._due != due, timeout)
 
   def _median(self) -> float:
     return statistics.median(self._seconds) if self._seconds else math.nan

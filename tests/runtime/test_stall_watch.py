@@ -70,8 +70,8 @@ def test_ten_times_the_median_is_told_once_with_the_stacks_of_all_threads(watch,
   thread = threading.Thread(target=stand_still, name="a thread that stands still")
   thread.start()
   clock[0] += 5.0
-  with watch._changed:
-    watch._changed.notify()
+  with watch._monitor:
+    watch._monitor.notify()
   stacks, state = told.wait(2)
   leave.set()
   thread.join()
@@ -83,6 +83,29 @@ def test_ten_times_the_median_is_told_once_with_the_stacks_of_all_threads(watch,
   assert watch._due == float("inf")  # until the next step
   watch.end_step()
   assert watch._due < float("inf")
+
+
+def test_a_text_that_nobody_reads_does_not_stop_the_steps(clock):
+  writing, leave = threading.Event(), threading.Event()
+
+  def tell(_):
+    writing.set()
+    assert leave.wait(60)
+
+  watch = _stall_watch.StallWatch(tell, str, least_seconds=1.0)
+  take_steps(watch, clock, 0.5, 0.5, 0.5)
+  clock[0] += 5.0
+  with watch._monitor:
+    watch._monitor.notify()
+  assert writing.wait(60)
+  step = threading.Thread(target=watch.end_step)
+  step.start()
+  step.join(30)
+  blocked = step.is_alive()
+  leave.set()
+  step.join()
+  watch.close()
+  assert not blocked
 
 
 def test_short_steps_evaluations_and_the_first_steps_are_no_standstill(watch, clock, told):
