@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import signal
@@ -11,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,12 +95,15 @@ class StopSignal:
     before: dict[int, Any] = {int(number): signal.getsignal(number) for number in _SIGNALS}
     if before[signal.SIGHUP] is signal.SIG_IGN:
       del before[signal.SIGHUP]
-    terminals = [number for number in (1, 2) if _is_terminal(number)]
+    terminals = [number for number in (1, 2) if os.isatty(number)]
 
-    def obey(number: int, _: Any) -> None:
+    def notice(number: int) -> None:
       if number == signal.SIGHUP:
         _silence(terminals)
       self.request(number)
+
+    def obey(number: int, _: Any) -> None:
+      notice(number)
       signal.signal(signal.SIGINT, before[signal.SIGINT])
       if not self._deferred:
         raise self.interrupted(f"while {self.activity}")
@@ -108,8 +111,7 @@ class StopSignal:
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    answer = functools.partial(self._answer, receiver, tuple(before), terminals)
-    thread = threading.Thread(target=answer, name="signals", daemon=True)
+    thread = threading.Thread(target=self._answer, args=(receiver, set(before), notice), name="signals", daemon=True)
     thread.start()
     try:
       for number in before:
@@ -123,27 +125,17 @@ class StopSignal:
       thread.join()
       receiver.close()
 
-  def _answer(self, receiver: socket.socket, obeyed: tuple[int, ...], terminals: list[int]) -> None:
+  def _answer(self, receiver: socket.socket, obeyed: set[int], notice: Callable[[int], None]) -> None:
     """Tells the user that the first signal was received, from a thread that is never busy."""
     answered = False
     while numbers := receiver.recv(16):
-      for number in numbers:
-        if number == signal.SIGHUP in obeyed:
-          _silence(terminals)
-        if number in obeyed and not answered:
+      for number in filter(obeyed.__contains__, numbers):
+        notice(number)
+        if not answered:
           answered = True
-          self.request(number)
           name = signal.Signals(number).name
           then = "the run is saved after this chunk of work and stops; Ctrl-C stops it without"
           print(f"{name} received while {self.activity}: {then}", file=sys.stderr, flush=True)
-
-
-def _is_terminal(number: int) -> bool:
-  """Returns whether a file descriptor is an open terminal."""
-  try:
-    return os.isatty(number)
-  except OSError:
-    return False
 
 
 def _silence(descriptors: list[int]) -> None:
