@@ -26,6 +26,7 @@ from async_rl import runtime
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
 from experiments.plan._chips import Chip
+from experiments.plan._hlo_costs import Operation
 from experiments.plan._request import Request
 from experiments.plan._request import micro_batches
 from experiments.plan._summary import Summary
@@ -59,16 +60,15 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
     Exception: whatever the compiler says, such as that the memory does not suffice.
   """
   traced = program.trace()
-  shares = _shares(program, traced, len(devices))
-  operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=len(devices), shares=shares)
   if not compiles:
-    return summarize(operations, kernels, [], chip, devices, {})
+    return summarize(*_count_traced(program, traced, turns, len(devices)), [], chip, devices, {})
   lowered = traced.lower()
   file = cache_folder() / f"{_key(lowered.as_text(), chip, devices, turns)}.json"
   if file.exists():
     return Summary(**json.loads(file.read_text()))
   compiled = lowered.compile()
   memory = compiled.memory_analysis()
+  operations, kernels = _count_traced(program, traced, turns, len(devices))
   exchanges: list[_hlo_costs.Exchange] = []
   text = _text_of(compiled)
   if text is not None:
@@ -93,13 +93,16 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
   return summary
 
 
-def _shares(program: runtime.RunProgram, traced: jax.stages.Traced, devices: int) -> list[float]:
-  """Returns the share of each argument that a device holds: that of the array that stays, or an even one."""
+def _count_traced(
+  program: runtime.RunProgram, traced: jax.stages.Traced, turns: float, devices: int
+) -> tuple[list[Operation], list[Operation]]:
+  """Returns the operations and kernels of one of the devices, which hold resident arrays as these are sharded."""
   known = {
     (x.shape, x.dtype): runtime.bytes_per_device(x) / max(1, x.size * x.dtype.itemsize)
     for x in jax.tree.leaves(program.resident)
   }
-  return [known.get((x.shape, x.dtype), 1 / devices) for x in traced.jaxpr.in_avals]
+  shares = [known.get((x.shape, x.dtype), 1 / devices) for x in traced.jaxpr.in_avals]
+  return _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=devices, shares=shares)
 
 
 def _text_of(compiled: jax.stages.Compiled) -> str | None:

@@ -38,11 +38,11 @@ _SAMPLES, _POSITIONS, _CHIPS_OF_HOST = 16, 576, 4
 def choose_options(model: str, topology: Topology, generation: int) -> list[str]:
   """Returns the options of a run, by the rules that the table states."""
   config = models.named(model)
-  weights = 2 * _parameters(config)
+  weights = 2 * config.num_params()
   own = generation or _CHIPS_OF_HOST
   hosts = topology.chips // _CHIPS_OF_HOST
   learners = topology.chips - generation * hosts
-  room = topology.chip.hbm - (16 * _parameters(config) / learners if generation == 0 else 0)
+  room = topology.chip.hbm - (16 * config.num_params() / learners if generation == 0 else 0)
   tensor = next((n for n in (1, 2, 4) if own % n == 0 and weights / n < 0.5 * room), own)
   slot = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * _POSITIONS / own
   fitting = [n for n in (16, 32, 64, 128, 256, 512) if n * slot < 0.5 * (room - weights / tensor)]
@@ -51,12 +51,6 @@ def choose_options(model: str, topology: Topology, generation: int) -> list[str]
     *("--generation-devices", str(generation), "--generation-tensor", str(tensor), "--fsdp", str(learners & -learners)),
     *("--rows", str(learners), "--remat", "full", "--eval-prompts", "0", "--max-lag", "2"),
   ]
-
-
-def _parameters(config: models.ModelConfig) -> int:
-  import jax
-
-  return sum(x.size for x in jax.tree.leaves(models.Policy(config).abstract()))
 
 
 def plan_row(model: str, name: str, generation: int, *, compiles: bool, limit: float) -> dict[str, Any]:
