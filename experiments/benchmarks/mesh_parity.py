@@ -66,8 +66,9 @@ def meshes_of(devices: Sequence[jax.Device], pure: bool) -> Iterator[dict[str, i
   count = len(devices)
   divisors = [n for n in range(1, count + 1) if count % n == 0]
   for fsdp, tensor in itertools.product(divisors, divisors):
-    if count % (fsdp * tensor) == 0 and not (pure and sorted((count // (fsdp * tensor), fsdp, tensor))[1] > 1):
-      yield {"data": count // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
+    axes = {"data": count // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
+    if count % (fsdp * tensor) == 0 and (not pure or count in axes.values()):
+      yield axes
 
 
 def draw_samples(

@@ -17,16 +17,15 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from typing import Any
 from typing import NamedTuple
 
 from async_rl.recording import read_metrics
+from experiments.benchmarks._children import run_on_devices
 
 
 class Run(NamedTuple):
@@ -55,21 +54,11 @@ def runs_of(count: int) -> list[Run]:
 
 def train(run: Run, folder: pathlib.Path, forced: bool, **options: Any) -> list[dict[str, Any]]:
   """Returns the metrics of the steps of a run of quickstart, in a process of its own; `options` are of its command."""
-  environment = os.environ | {
-    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
-  }
-  if forced:
-    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={run.devices}"
-  else:
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(run.devices)))
+  variables = {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
   options = {"run_dir": folder, "mode": run.mode, "max_lag": 2, "eval_prompts": 0, **dict(run.options), **options}
   flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
   command = [sys.executable, "-m", "experiments.train", "quickstart", *flags]
-  done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-  if done.returncode:
-    raise RuntimeError(f"{run} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
+  run_on_devices(command, range(run.devices), folder.parent / "cache", forced=forced, **variables)
   return [row for row in read_metrics(folder / "metrics.jsonl") if "reward/mean" in row]
 
 

@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -44,6 +43,7 @@ from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl.recording import read_metrics
+from experiments.benchmarks._children import run_on_devices
 from experiments.benchmarks.decode_speed import QWEN3_06B
 from experiments.benchmarks.stabilizer_cost import make_batch
 
@@ -160,16 +160,7 @@ def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, devices: Seq
   program = (
     f"from experiments.benchmarks.mesh_throughput import build; from async_rl import runtime; runtime.train({call})"
   )
-  environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache")}
-  if args.smoke:
-    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={run.devices}"
-  else:
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-  done = subprocess.run(
-    [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  )
-  if done.returncode:
-    raise RuntimeError(f"{run} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
+  run_on_devices([sys.executable, "-c", program], devices, folder.parent / "cache", forced=args.smoke)
   return {"run": run.name, "devices": run.devices, **summarize(list(read_metrics(run_dir / "metrics.jsonl")))}
 
 

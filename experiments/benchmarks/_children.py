@@ -1,0 +1,34 @@
+"""Runs of benchmarks in processes of their own, each on some of the machine's devices."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+from collections.abc import Sequence
+
+
+def run_on_devices(
+  command: Sequence[str], devices: Sequence[int], cache: pathlib.Path, *, forced: bool, **variables: str
+) -> None:
+  """Runs a command in a process that finds these devices alone.
+
+  Args:
+    command: the command and its arguments.
+    devices: the numbers of the GPUs.
+    cache: the folder of the compiled programs that several processes share.
+    forced: whether the process is given as many forced CPU devices instead.
+    **variables: further variables of its environment.
+
+  Raises:
+    RuntimeError: if it fails; the message ends with the last that it wrote.
+  """
+  environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)} | variables
+  if forced:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={len(devices)}"
+    environment["XLA_FLAGS"] = flags
+  else:
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+  done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  if done.returncode:
+    raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
