@@ -86,7 +86,7 @@ def _train(arguments: Sequence[str], **changes: Any) -> str:
   Where the run has several processes, the number of each is `I`.
   """
   config, *given = arguments
-  if any(part.partition("=")[0].replace("_", "-") == "--process-id" for part in given):
+  if _without(given, {"--process-id"}) != given:
     changes = {"process_id": "I", **changes}
   options = {f"--{name.replace('_', '-')}": str(value) for name, value in changes.items()}
   kept = _without(given, {*options, "--overwrite", "--no-overwrite"})

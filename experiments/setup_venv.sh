@@ -33,7 +33,8 @@ setup_venv() {
   if ! .venv/bin/python -c '' 2>/dev/null; then
     python=$(find_python) || return 1
     "$python" -m venv --clear .venv
-    .venv/bin/python -m pip install -qq --upgrade pip uv
+    .venv/bin/python -m pip install -qq --upgrade pip
+    .venv/bin/python -m pip install -qq uv || echo "Without uv, installations take a minute longer."
   fi
   PYTHON=$PWD/.venv/bin/python
   install_into .venv "$1"

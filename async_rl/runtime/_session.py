@@ -126,8 +126,7 @@ class Session:
     stack.callback(self._checkpoints.close)
     saved = self._restore_or_start()
     own = saved[self.hosts.index] if len(saved) == self.hosts.count else None
-    position = own["schedule"] if own else 0
-    self._recorder = ScheduleRecorder(self.folder.schedule, position, self.folder.check_lock)
+    self._recorder = ScheduleRecorder(self.folder.schedule, own["schedule"] if own else 0, self.folder.check_lock)
     stack.callback(self._recorder.close)
     self._open_log(stack, saved[0]["metrics"] if saved else 0)
     if experiment.scorer is not None:
