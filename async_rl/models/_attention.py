@@ -131,24 +131,48 @@ def _cudnn_attention(
   return jax.lax.cond(local, nearby, attend, q, k, v)
 
 
+def cache_backend(
+  backend: str, *, dtype: str, head_dim: int, window: int | None = None, softcap: float | None = None
+) -> str:
+  """Returns the backend that `cache_attention` uses where `self_attention` uses `backend`.
+
+  cuDNN's decode kernel takes half precision and heads of a multiple of 8, without windows and soft-caps; all layers of
+  a model must use it or none, since it wants the cache position by position in memory. Everything else is "xla".
+  """
+  half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+  plain = window is None and softcap is None
+  return "cudnn" if backend == "cudnn" and half and plain and head_dim % 8 == 0 else "xla"
+
+
 def cache_attention(
   q: Array, k: Array, v: Array, positions: Array, *, scale: float, window: int | None = None,
-  softcap: float | None = None,
+  softcap: float | None = None, backend: str = "xla", mesh: Mesh | None = None,
 ) -> Array:  # fmt: skip
   """Attends from one new token per row to a cache that already holds it.
 
   Args:
     q: [B, H, d].
-    k: [B, N, S, d]; this layout needs no transposition for the products below.
+    k: [B, N, S, d].
     v: [B, N, S, d].
     positions: int32 [B], the index of the new token; later entries of the cache are ignored.
     scale: the scale of the logits.
     window: the number of latest positions that are visible, as in `self_attention`.
     softcap: the c in c * tanh(logits / c).
+    backend: one of `cache_backend`. "xla" reads all S positions and wants a cache that lies head by head in memory;
+      "cudnn" reads each row's first `positions` + 1 and wants it position by position, where the transpositions below
+      move nothing.
+    mesh: the devices over which a kernel is split by rows and heads.
 
   Returns:
     [B, H, d] in q's dtype.
   """
+  if backend == "cudnn":
+    kernel = functools.partial(_cudnn_cache_attention, scale=scale)
+    if mesh is not None:
+      heads = fit_sharding(mesh, (ROWS, "tensor"), k.shape[:2]).spec
+      specs = (heads, heads, heads, PartitionSpec(heads[0]))
+      kernel = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    return kernel(q, k, v, positions)
   batch, heads, width = q.shape
   entries = jnp.arange(k.shape[2])[None, :]
   mask = entries <= positions[:, None]
@@ -158,6 +182,18 @@ def cache_attention(
   logits = jnp.einsum("bngd,bnsd->bngs", grouped, k, preferred_element_type=jnp.float32)
   probs = _softmax(logits, mask[:, None, None], scale, softcap).astype(v.dtype)
   return jnp.einsum("bngs,bnsd->bngd", probs, v).reshape(q.shape).astype(q.dtype)
+
+
+def _cudnn_cache_attention(q: Array, k: Array, v: Array, positions: Array, *, scale: float) -> Array:
+  return jax.nn.dot_product_attention(
+    q[:, None],
+    k.swapaxes(1, 2),
+    v.swapaxes(1, 2),
+    query_seq_lengths=jnp.ones_like(positions),
+    key_value_seq_lengths=positions + 1,
+    scale=scale,
+    implementation="cudnn",
+  )[:, 0]
 
 
 def _softmax(logits: Array, mask: Array, scale: float, softcap: float | None) -> Array:

@@ -236,6 +236,8 @@ class Policy:
         scale=self._scale,
         window=self.config.sliding_window if local else None,
         softcap=self.config.attention_softcap,
+        backend=self.cache_backend,
+        mesh=self.mesh,
       )  # fmt: skip
       return out, (keys, values)
 
@@ -267,6 +269,18 @@ class Policy:
   def attention_backend(self) -> str:
     """Returns the backend of whole-row attention on the policy's devices; what it cannot compute is left to "xla"."""
     return _attention.resolve_backend(self.attention, self._device, self.config.head_dim)
+
+  @property
+  def cache_backend(self) -> str:
+    """Returns the backend of attention to a cache; see `cache_attention`."""
+    c = self.config
+    return _attention.cache_backend(
+      self.attention_backend,
+      dtype=self.dtype,
+      head_dim=c.head_dim,
+      window=c.sliding_window,
+      softcap=c.attention_softcap,
+    )
 
   # The rest is private.
 

@@ -128,6 +128,7 @@ class Experiment:
       on_update=rollout.on_update,
       seed=training.seed,
       length_buckets=rollout.length_buckets,
+      slot_buckets=rollout.slot_buckets,
       prefill_tokens=rollout.prefill_tokens,
     )
 

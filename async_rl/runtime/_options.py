@@ -92,10 +92,12 @@ class Rollout:
   prefill_tokens: int = 1024
   #: Number of lengths for which the sampler's programs are compiled.
   length_buckets: int = 2
+  #: Number of sizes, each a quarter of the next, between which the sampler's cache follows the live sequences.
+  slot_buckets: int = 3
 
   def __post_init__(self):
     sizes = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "slots", "decode_chunk", "prefill_tokens")
-    for name in (*sizes, "length_buckets"):
+    for name in (*sizes, "length_buckets", "slot_buckets"):
       check_number(name, getattr(self, name), whole=True, at_least=1)
     check_number("temperature", self.temperature, at_least=_MIN_TEMPERATURE, remedy="training needs samples")
     check_choice("on_update", self.on_update, get_args(OnUpdate))

@@ -103,7 +103,7 @@ def _traced_engine(
 ) -> tuple[sampling.Programs, dict[str, Any]]:
   """Returns the programs of a sampler and what it keeps."""
   engine = sampling.Programs(experiment.policy, config, experiment.tokenizer.stop_ids, mesh)
-  cache = (engine.layer(config.capacity),) * experiment.policy.config.num_layers
+  cache = (engine.layer(*engine.shapes[-1]),) * experiment.policy.config.num_layers
   return engine, {"weights": engine.params, "cache": cache}
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
 from async_rl.models import Cache
 from async_rl.models import Params
@@ -110,13 +111,24 @@ def put(prefixes: NamedSharding, cache: KeyValues, new: KeyValues, rows: Array, 
   return jax.tree.map(one, cache, new)
 
 
-def resize(cache: KeyValues, length: int) -> KeyValues:
-  """Cuts or pads one layer's cache, each [B, N, S, d], to `length` positions."""
+def resize(heads: NamedSharding, cache: KeyValues, rows: Array, length: int) -> KeyValues:
+  """Returns one layer's cache with other rows and another length.
 
-  def one(x: Array) -> Array:
-    return jnp.pad(x[:, :, :length], ((0, 0), (0, 0), (0, max(0, length - x.shape[2])), (0, 0)))
+  Args:
+    heads: the sharding of the cache.
+    cache: the layer's cache, each array [B, N, S, d].
+    rows: int32 [M], the row of the cache that each new row holds, counted from the first row of its device; those
+      beyond the device's last row make empty ones.
+    length: the new number of positions, for which the cache is cut or padded.
+  """
 
-  return jax.tree.map(one, cache)
+  def one(x: Array, rows: Array) -> Array:
+    x = x[:, :, :length].at[rows].get(mode="fill", fill_value=0)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+
+  specs = (heads.spec, PartitionSpec(heads.spec[0]))
+  split = jax.shard_map(one, mesh=heads.mesh, in_specs=specs, out_specs=heads.spec, check_vma=False)
+  return jax.tree.map(lambda x: split(x, rows), cache)
 
 
 def decode_chunk(
@@ -159,9 +171,8 @@ def decode_chunk(
       drawn.steps + 1,
     )
     total = slots.drawn + count
-    ended = total >= config.max_new_tokens
-    for stop in stop_ids:
-      ended |= tokens == stop
+    stopped = (tokens[:, None] == np.array(stop_ids, np.int32)[None, :]).any(1)
+    ended = stopped | (total >= config.max_new_tokens)
     slots = slots._replace(token=tokens, position=slots.position + count, drawn=total, live=slots.live & ~ended)
     return _Carry(cache, slots, drawn)
 

@@ -27,6 +27,7 @@ from async_rl.sampling._samples import continue_sample
 from async_rl.sampling._samples import pack_samples
 from async_rl.sampling._samples import start_samples
 from async_rl.sampling._samples import unpack_samples
+from async_rl.sampling._slot_cache import SlotCache
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Completion
@@ -85,8 +86,7 @@ class Engine(Sampler):
     self._pad_id = pad_id
     self._stop_ids = tuple(int(i) for i in stop_ids)
     self._programs = Programs(policy, config, self._stop_ids, _mesh_of_one() if mesh is None else mesh)
-    self._length = config.lengths[0]
-    self._cache = self._programs.init_cache(self._length)
+    self._cache = SlotCache(self._programs, config.slots)
     self._params: Params | None = None
     self._stale = False  # whether the cache must be recomputed under newer weights
     self._slots: list[Sample | None] = [None] * config.slots
@@ -187,7 +187,7 @@ class Engine(Sampler):
     work += self._admit()
     finished = []
     if self._live():
-      self._resize(work)
+      self._fit_cache(work)
       self._prefill(work)
       finished = self._collect(self._run_chunk())
     self.counters.seconds += time.perf_counter() - start
@@ -229,13 +229,18 @@ class Engine(Sampler):
     """Returns the number of programs compiled so far."""
     return len(self._programs)
 
+  @property
+  def cache_shape(self) -> tuple[int, int]:
+    """Returns the numbers of rows and of positions of the cache, which decide what a decode step costs."""
+    return self._cache.shape
+
   # The parts of a step.
 
   def _live(self) -> dict[int, Sample]:
     return {i: s for i, s in enumerate(self._slots) if s is not None}
 
   def _admit(self) -> list[_Work]:
-    free = [i for i, s in enumerate(self._slots) if s is None]
+    free = self._cache.by_cost([i for i, s in enumerate(self._slots) if s is None])
     work = []
     while self._waiting and len(self._waiting[0]) <= len(free):
       samples = self._waiting.popleft()
@@ -245,24 +250,12 @@ class Engine(Sampler):
       work.append((samples[0].prefix(), taken))
     return work
 
-  def _resize(self, work: list[_Work]) -> None:
-    """Gives the cache the least length that holds all live samples up to the end of the next chunk.
-
-    Goes layer by layer, so that two whole caches never exist. A copy costs as much as two decode steps; attending to
-    empty positions would cost that in every step.
-    """
+  def _fit_cache(self, work: list[_Work]) -> None:
+    """Gives the cache the shape that holds all live samples up to the end of the next chunk."""
     chunk, limit = self._config.chunk, self._config.max_new_tokens
     needed = [len(s.prompt) + min(s.length + chunk, limit) for s in self._live().values()]
     needed += [self._padded_length(prefix) for prefix, _ in work]
-    length = next(n for n in self._config.lengths if n >= max(needed))
-    if length != self._length:
-      resize = self._programs.resize(self._length, length)
-      self._length = length
-      layers = list(self._cache)
-      self._cache = ()
-      for i in range(len(layers)):
-        layers[i] = resize(layers[i])
-      self._cache = tuple(layers)
+    self._cache.resize(np.array([s is not None for s in self._slots]), max(needed))
 
   def _padded_length(self, prefix: np.ndarray) -> int:
     return next(n for n in self._config.prefix_lengths if n >= len(prefix))
@@ -284,44 +277,49 @@ class Engine(Sampler):
     rows = programs.prefill_rows(length)
     tokens = np.full((rows, length), self._pad_id, np.int32)
     sources = np.zeros(rows * self._config.group_size, np.int32)
-    targets = self._config.slots + np.arange(len(sources), dtype=np.int32)  # beyond the last slot: dropped
+    targets = self._config.slots + np.arange(len(sources), dtype=np.int32)  # beyond the last row: dropped
     filled = 0
     for row, (prefix, slots) in enumerate(batch):
       tokens[row, : len(prefix)] = prefix
-      sources[filled : filled + len(slots)], targets[filled : filled + len(slots)] = row, slots
+      sources[filled : filled + len(slots)] = row
+      targets[filled : filled + len(slots)] = self._cache.rows_of(slots)
       filled += len(slots)
       self.counters.prefill_tokens += len(prefix)
     placed = jax.device_put((tokens, sources, targets), (programs.rows, programs.whole, programs.whole))
     computed = programs.prefill(length)(self._params, placed[0])
-    put = programs.put(length, self._length)
-    self._cache = tuple(put(old, new, *placed[1:]) for old, new in zip(self._cache, computed, strict=True))
+    put = programs.put(length, *self._cache.shape)
+    layers = zip(self._cache.layers, computed, strict=True)
+    self._cache.layers = tuple(put(old, new, *placed[1:]) for old, new in layers)
 
   def _run_chunk(self) -> _decode.Drawn:
-    slots = _decode.no_slots(self._config.slots, self._pad_id)
-    for i, s in self._live().items():
+    rows = _decode.no_slots(self._cache.shape[0], self._pad_id)
+    for row, s in self._live_rows():
       last = s.tokens[s.length - 1] if s.length else s.prompt[-1]
-      row = (last, len(s.prompt) + s.length - 1, s.length, s.ticket, s.index, True)
-      for array, value in zip(slots, row, strict=True):
-        array[i] = value
-    placed = jax.device_put(slots, self._programs.rows)
-    decode = self._programs.decode(self._length)
-    self._cache, drawn = decode(self._params, self._cache, placed, self._device_version)
+      values = (last, len(s.prompt) + s.length - 1, s.length, s.ticket, s.index, True)
+      for array, value in zip(rows, values, strict=True):
+        array[row] = value
+    placed = jax.device_put(rows, self._programs.rows)
+    decode = self._programs.decode(*self._cache.shape)
+    self._cache.layers, drawn = decode(self._params, self._cache.layers, placed, self._device_version)
     return jax.device_get(drawn)
 
   def _collect(self, drawn: _decode.Drawn) -> list[Completion]:
     finished = []
-    for i, sample in self._live().items():
-      new = slice(0, drawn.counts[i])
-      sample.extend(drawn.tokens[i, new], drawn.logprobs[i, new], drawn.versions[i, new])
+    for row, sample in self._live_rows():
+      new = slice(0, drawn.counts[row])
+      sample.extend(drawn.tokens[row, new], drawn.logprobs[row, new], drawn.versions[row, new])
       stopped = int(sample.tokens[sample.length - 1]) in self._stop_ids
       if stopped or sample.length == self._config.max_new_tokens:
         finished.append(sample.completion(STOP if stopped else LENGTH))
-        self._slots[i] = None
+        self._slots[self._cache.slots[row]] = None
     self.counters.tokens += int(drawn.counts.sum())
     self.counters.chunks += 1
     self.counters.steps += int(drawn.steps)
     self.counters.slot_steps += int(drawn.steps) * self._config.slots
     return finished
+
+  def _live_rows(self) -> list[tuple[int, Sample]]:
+    return [(row, s) for row, slot in enumerate(self._cache.slots) if (s := self._slots[slot]) is not None]
 
 
 def _mesh_of_one() -> Mesh:

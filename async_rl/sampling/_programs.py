@@ -43,6 +43,7 @@ class Programs:
     rows: the sharding of arrays whose leading axis is slots or prefixes.
     heads: the sharding of keys and values.
     cache: the sharding and memory layout of the cache.
+    shapes: the numbers of slots and positions that the cache can have, from the one that costs least to decode.
 
   Args:
     policy: the architecture.
@@ -65,12 +66,13 @@ class Programs:
     self.whole = NamedSharding(mesh, PartitionSpec())
     self.rows = NamedSharding(mesh, PartitionSpec(axes))
     self.heads = NamedSharding(mesh, PartitionSpec(axes, "tensor" if tensor else None))
-    self.cache = _cache_format(self.heads)
+    self.cache = _cache_format(self.heads, self._policy.cache_backend)
     raw = policy.abstract()
     prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
     self.raw_params = with_shardings(raw, param_shardings(raw, mesh))
     self.param_shardings = param_shardings(prepared, mesh)
     self.params = with_shardings(prepared, self.param_shardings)
+    self.shapes = config.cache_shapes(self.shards, filled_only=self._policy.cache_backend != "xla")
     self._compiled: dict[tuple[Any, ...], Any] = {}
 
   def __len__(self) -> int:
@@ -79,12 +81,11 @@ class Programs:
 
   def compile_all(self, prefixes: tuple[int, ...]) -> None:
     """Compiles every program that prefixes of these padded lengths need."""
-    lengths = self._config.lengths
-    jobs: list[tuple[Callable[..., Any], tuple[int, ...]]] = [(self.prepare, ())]
-    jobs += [(self.decode, (length,)) for length in lengths]
+    jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(self.prepare, ())]
+    jobs += [(self.decode, shape) for shape in self.shapes]
     jobs += [(self.prefill, (prefix,)) for prefix in prefixes]
-    jobs += [(self.put, pair) for pair in itertools.product(prefixes, lengths) if pair[0] <= pair[1]]
-    jobs += [(self.resize, pair) for pair in itertools.permutations(lengths, 2)]
+    jobs += [(self.put, (n, *shape)) for n, shape in itertools.product(prefixes, self.shapes) if n <= shape[1]]
+    jobs += [(self.resize, pair) for pair in itertools.permutations(self.shapes, 2)]
     # In threads, since the compiler releases the GIL; but on a GPU it times kernels, which must run alone.
     platform = self.whole.mesh.devices.flat[0].platform
     with concurrent.futures.ThreadPoolExecutor(1 if platform == "gpu" else None) as pool:
@@ -96,9 +97,9 @@ class Programs:
     rows = max(1, min(self._config.prefill_tokens // prefix, self._config.slots // self._config.group_size))
     return -(-rows // self.shards) * self.shards
 
-  def init_cache(self, length: int) -> Cache:
+  def init_cache(self, slots: int, length: int) -> Cache:
     """Returns an empty cache. The program is not kept, since it runs once."""
-    init = functools.partial(self._policy.init_cache, self._config.slots, length)
+    init = functools.partial(self._policy.init_cache, slots, length)
     return jax.jit(init, out_shardings=self.cache)()
 
   def prepare(self) -> Callable[..., Any]:
@@ -111,51 +112,51 @@ class Programs:
     """Returns the program of `_decode.prefill` at this padded length: params, tokens -> keys and values."""
     return self._get(("prefill", prefix), lambda: self._trace_prefill(prefix))
 
-  def put(self, prefix: int, length: int) -> Callable[..., Any]:
-    """Returns the program of `_decode.put` at these lengths: a layer's cache (donated), new, rows, slots -> cache."""
-    return self._get(("put", prefix, length), lambda: self._trace_put(prefix, length))
+  def put(self, prefix: int, slots: int, length: int) -> Callable[..., Any]:
+    """Returns the program of `_decode.put` at these sizes: a layer's cache (donated), new, rows, slots -> cache."""
+    return self._get(("put", prefix, slots, length), lambda: self._trace_put(prefix, slots, length))
 
-  def resize(self, old: int, new: int) -> Callable[..., Any]:
-    """Returns the program of `_decode.resize`: a layer's cache -> a layer's cache."""
-    jitted = jax.jit(functools.partial(_decode.resize, length=new), out_shardings=self.cache)
-    return self._get(("resize", old, new), lambda: jitted.trace(self.layer(old)))
+  def resize(self, old: tuple[int, int], new: tuple[int, int]) -> Callable[..., Any]:
+    """Returns the program of `_decode.resize`: a layer's cache, rows -> a layer's cache."""
+    jitted = jax.jit(functools.partial(_decode.resize, self.heads, length=new[1]), out_shardings=self.cache)
+    return self._get(("resize", old, new), lambda: jitted.trace(self.layer(*old), self._integers(new[:1], self.rows)))
 
-  def decode(self, length: int) -> Callable[..., Any]:
+  def decode(self, slots: int, length: int) -> Callable[..., Any]:
     """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version -> cache, drawn."""
-    return self._get(("decode", length), lambda: self.trace_decode(length))
+    return self._get(("decode", slots, length), lambda: self.trace_decode(slots, length))
 
   def trace_longest(self) -> dict[str, Callable[[], jax.stages.Traced]]:
-    """Returns functions that trace, from shapes alone, the programs of the longest prompts and the longest cache."""
-    prefix, length = self._config.prompt_lengths[-1], self._config.capacity
+    """Returns functions that trace, from shapes alone, the programs of the longest prompts and the largest cache."""
+    prefix, shape = self._config.prompt_lengths[-1], self.shapes[-1]
     return {
       "prefill": lambda: self._trace_prefill(prefix),
-      "put": lambda: self._trace_put(prefix, length),
-      "decode": lambda: self.trace_decode(length),
+      "put": lambda: self._trace_put(prefix, *shape),
+      "decode": lambda: self.trace_decode(*shape),
     }
 
-  def trace_decode(self, length: int) -> jax.stages.Traced:
+  def trace_decode(self, slots: int, length: int) -> jax.stages.Traced:
     """Traces the program of `decode` from shapes alone."""
     function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
-    cache = (self.layer(length),) * self._policy.config.num_layers
-    slots = with_shardings(_decode.no_slots(self._config.slots, pad_id=0), self.rows)
+    cache = (self.layer(slots, length),) * self._policy.config.num_layers
+    state = with_shardings(_decode.no_slots(slots, pad_id=0), self.rows)
     jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
-    return jitted.trace(self.params, cache, slots, self._integers((), self.whole))
+    return jitted.trace(self.params, cache, state, self._integers((), self.whole))
 
-  def layer(self, length: int) -> Any:
-    """Returns one layer of an abstract cache of this length."""
-    return self._layer(self._config.slots, length, self.cache)
+  def layer(self, slots: int, length: int) -> Any:
+    """Returns one layer of an abstract cache of this shape."""
+    return self._layer(slots, length, self.cache)
 
   def _trace_prefill(self, prefix: int) -> jax.stages.Traced:
     tokens = self._integers((self.prefill_rows(prefix), prefix), self.rows)
     jitted = jax.jit(functools.partial(_decode.prefill, self._policy), out_shardings=self.heads)
     return jitted.trace(self.params, tokens)
 
-  def _trace_put(self, prefix: int, length: int) -> jax.stages.Traced:
+  def _trace_put(self, prefix: int, slots: int, length: int) -> jax.stages.Traced:
     rows = self.prefill_rows(prefix)
     index = self._integers((rows * self._config.group_size,), self.whole)
     prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
     jitted = jax.jit(functools.partial(_decode.put, prefixes), donate_argnums=0, out_shardings=self.cache)
-    return jitted.trace(self.layer(length), self._layer(rows, prefix, self.heads), index, index)
+    return jitted.trace(self.layer(slots, length), self._layer(rows, prefix, self.heads), index, index)
 
   def _get(self, key: tuple[Any, ...], trace: Callable[[], jax.stages.Traced]) -> Callable[..., Any]:
     if key not in self._compiled:
@@ -170,12 +171,13 @@ class Programs:
     return (jax.ShapeDtypeStruct(shape, self._policy.dtype, sharding=sharding),) * 2
 
 
-def _cache_format(heads: NamedSharding) -> NamedSharding | Format:
-  """Returns how keys and values [B, N, S, d] lie in memory: on TPUs position by position, elsewhere head by head.
+def _cache_format(heads: NamedSharding, backend: str) -> NamedSharding | Format:
+  """Returns how keys and values [B, N, S, d] lie in memory: position by position, or head by head.
 
-  A decode step writes one position of every head. On TPUs the compiler wants that position's heads side by side; where
-  the cache comes in another order, each chunk copies it twice and holds it twice.
+  A decode step writes one position of every head. On TPUs the compiler wants that position's heads side by side, and so
+  does cuDNN's kernel; where the cache comes in another order, each chunk copies it twice and holds it twice. XLA's
+  products on GPUs and CPUs want each head in one piece.
   """
-  if heads.mesh.devices.flat[0].platform != "tpu":
-    return heads
-  return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
+  if heads.mesh.devices.flat[0].platform == "tpu" or backend == "cudnn":
+    return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
+  return heads

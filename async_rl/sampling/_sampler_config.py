@@ -10,6 +10,7 @@ from async_rl._validation import check_choice
 ON_UPDATE = ("keep", "recompute")
 LOGPROBS_OF = ("plain", "truncated")
 _GRANULE = 16  # lengths are multiples of this
+_FEWEST = 8  # slots of a device that are worth programs of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,11 @@ class SamplerConfig:
       "recompute" replaces them, at the cost of a prefill of all unfinished samples for every update.
     seed: the seed of all randomness, 0 <= seed < 2**32.
     length_buckets: n; programs are compiled for prompts and for a cache of 1/n, 2/n, ... of the greatest length. The
-      cost of a decode step grows with the length, so the shortest that holds all samples is used. With 1, a sample
-      does not depend on its neighbors bit for bit; with more, up to the rounding of sums of different lengths.
+      cost of a decode step grows with the length, so the shortest that holds all samples is used. With 1, and
+      `slot_buckets` 1, a sample does not depend on its neighbors bit for bit; with more, up to the rounding of programs
+      of different shapes. Kernels that read only what is filled need no shorter cache.
+    slot_buckets: n; programs are also compiled for a cache of a quarter, a sixteenth, ... of the slots: n numbers of
+      slots in all, less those below 8 on a device. Live samples move into the smallest cache that holds them.
     prefill_tokens: the number of tokens, padding included, that one prefill call should process.
   """
 
@@ -53,6 +57,7 @@ class SamplerConfig:
   on_update: str = "keep"
   seed: int = 0
   length_buckets: int = 2
+  slot_buckets: int = 3
   prefill_tokens: int = 1024
 
   def __post_init__(self):
@@ -63,6 +68,7 @@ class SamplerConfig:
       "max_new_tokens",
       "chunk",
       "length_buckets",
+      "slot_buckets",
       "prefill_tokens",
     ):
       if getattr(self, name) < 1:
@@ -106,6 +112,19 @@ class SamplerConfig:
   def lengths(self) -> tuple[int, ...]:
     """Returns the attended lengths of a decode step, ascending."""
     return _buckets(self.max_prompt_tokens + self.max_new_tokens, self.length_buckets)
+
+  def cache_shapes(self, shards: int, filled_only: bool) -> tuple[tuple[int, int], ...]:
+    """Returns the numbers of slots and positions that the cache can have, from the one that costs least to decode.
+
+    Args:
+      shards: the number of devices that split the slots.
+      filled_only: whether attention reads only the filled positions, so that there is one length.
+    """
+    each = self.slots // shards
+    counts = {-(-each // 4**i) for i in range(1, self.slot_buckets)}
+    shapes = [(self.slots, length) for length in (self.lengths[-1:] if filled_only else self.lengths)]
+    shapes += [(shards * n, self.capacity) for n in counts if _FEWEST <= n < each]
+    return tuple(sorted(shapes, key=math.prod))
 
   @property
   def prefix_lengths(self) -> tuple[int, ...]:

@@ -1,25 +1,18 @@
-"""Decode speed of the slot engine against the memory-bandwidth floor.
+"""Decode speed of the slot engine against the memory-bandwidth floor of what is live.
 
-    python -m experiments.benchmarks.decode_speed            # one GPU with 80 GB, about 3 minutes
-    python -m experiments.benchmarks.decode_speed --smoke    # any machine, seconds; checks that it runs
+    python -m experiments.benchmarks.decode_speed                       # one GPU with 80 GB, about 4 minutes
+    python -m experiments.benchmarks.decode_speed --attention auto xla  # attention by kernels against XLA's products
+    python -m experiments.benchmarks.decode_speed --smoke               # any machine, seconds; checks that it runs
 
-A random model of Qwen3-0.6B's shape decodes chunks of 64 steps in slots of 1,024 positions, through the public API:
-the host's work between chunks is in the times. The floor of a step is the time to read the weights once and the
-filled part of the cache once, at the bandwidth of a device-to-device copy measured in the same run.
+A random model of Qwen3-0.6B's shape decodes chunks of 64 steps through the public API: the host's work between chunks
+is in the times. The floor of a step is the time to read the weights once and the filled part of the live slots' cache
+once, at the bandwidth of a device-to-device copy measured in the same run.
 
-Prints a table and writes decode_speed.json. Columns: slots; filled cache positions (mean over the chunk); attended
-positions; ms per step; its ratio to the floor; tokens drawn per second while decoding; and, for the first rows,
-tokens per second end to end, over three waves of requests with prefill and refills.
-
-One H100 (80 GB), JAX 0.11.2, copy at 2,960 GB/s:
-
-    slots filled attended ms/step /floor tokens/s end-to-end
-       64    928     1024   4.153   1.54    15410      14626
-       64    416      512    2.83   1.97    22617
-       64    416     1024   4.182   2.92    15303
-      256    928     1024   12.81   1.33    19985      18805
-      256    416      512   7.494   1.65    34161
-      256    416     1024  12.789   2.82    20017
+Prints a table and writes decode_speed.json. Columns: attention; slots; how many of them live; filled cache positions
+(mean over the chunk); rows and positions of the cache that a step computes; ms per step; its ratio to the floor; tokens
+drawn per second while decoding; and, for some rows, tokens per second end to end, over three waves of requests with
+prefill and refills. The last row is a batch in which every 62nd token ends a completion, from its first chunk to the
+end of the longest completion.
 """
 
 from __future__ import annotations
@@ -55,24 +48,30 @@ SMOKE = dataclasses.replace(QWEN3_06B, vocab_size=512, d_model=64, num_layers=2,
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Slots, prompt tokens, cache positions per slot, attention length buckets, whether to run end to end."""
+  """Slots, prompt tokens, cache positions per slot, length buckets, live slots (all), whether to run end to end."""
 
   slots: int
   prompt: int
   capacity: int = 1024
   buckets: int = 2
+  live: int | None = None
   end_to_end: bool = False
 
 
 CASES = (
   Case(64, 832, end_to_end=True),
   Case(64, 320),
-  Case(64, 320, buckets=1),
+  Case(64, 320, 576, end_to_end=True),
   Case(256, 832, end_to_end=True),
   Case(256, 320),
-  Case(256, 320, buckets=1),
+  Case(256, 320, 576, end_to_end=True),
+  Case(512, 320, 896),
+  Case(512, 320, 896, live=64),
+  Case(512, 320, 896, live=8),
 )
-SMOKE_CASES = (Case(16, 32, 128, end_to_end=True), Case(16, 40, 128), Case(16, 40, 128, buckets=1))
+SMOKE_CASES = (Case(16, 32, 128, end_to_end=True), Case(16, 40, 128), Case(32, 40, 128, live=8))
+MEAN_LENGTH = 62  # of completions with a long tail
+GROUP = 8
 
 
 def copy_bandwidth(size: int) -> float:
@@ -94,7 +93,7 @@ def sampler_config(case: Case, chunk: int) -> SamplerConfig:
   """Returns the sizes of the engine of one row."""
   return SamplerConfig(
     slots=case.slots,
-    group_size=8,
+    group_size=GROUP,
     max_prompt_tokens=case.prompt,
     max_new_tokens=case.capacity - case.prompt,
     chunk=chunk,
@@ -102,66 +101,109 @@ def sampler_config(case: Case, chunk: int) -> SamplerConfig:
   )
 
 
+def make_request(policy: Policy, ticket: int, length: int) -> Request:
+  """Returns a request with a random prompt."""
+  tokens = np.random.default_rng(ticket).integers(0, policy.config.vocab_size, length)
+  return Request(ticket, tokens, Prompt(ticket, "", None))
+
+
+def floor_of(policy: Policy, params: Params, filled: float, bandwidth: float) -> float:
+  """Returns the seconds in which the weights and so many positions of the cache, of all slots together, are read."""
+  c = policy.config
+  position = c.num_layers * 2 * c.num_kv_heads * c.head_dim * jnp.dtype(policy.dtype).itemsize
+  return (sum(x.nbytes for x in jax.tree.leaves(params)) + filled * position) / bandwidth
+
+
 def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float) -> dict[str, Any]:
   """One row of the table."""
   config = sampler_config(case, chunk)
   engine = Engine(policy, config, stop_ids=(), pad_id=0)
   engine.set_weights(params, 0)
-  rng = np.random.default_rng(0)
-  vocab = policy.config.vocab_size
-  request = lambda ticket: Request(ticket, rng.integers(0, vocab, case.prompt), Prompt(ticket, "", None))
-  for ticket in range(case.slots // 8):
-    engine.submit(request(ticket))
+  live = case.live or case.slots
+  for ticket in range(live // GROUP):
+    engine.submit(make_request(policy, ticket, case.prompt))
   engine.step()  # compiles and prefills
   start = time.perf_counter()
   engine.step()
   step = (time.perf_counter() - start) / chunk
-
   filled = case.prompt + 1.5 * chunk
-  c = policy.config
-  cache_bytes = case.slots * filled * c.num_layers * 2 * c.num_kv_heads * c.head_dim * 2
-  floor = (sum(x.nbytes for x in jax.tree.leaves(params)) + cache_bytes) / bandwidth
   row = {
     "slots": case.slots,
+    "live": live,
     "filled": int(filled),
-    "attended": next(n for n in config.lengths if n >= case.prompt + 2 * chunk - 1),
+    "computed": list(engine.cache_shape),
     "ms_per_step": round(1e3 * step, 3),
-    "ratio_to_floor": round(step / floor, 2),
-    "tokens_per_s": round(case.slots / step),
+    "ratio_to_floor": round(step / floor_of(policy, params, live * filled, bandwidth), 2),
+    "tokens_per_s": round(live / step),
   }
   if case.end_to_end:
     while not engine.idle:
       engine.step()
     start = time.perf_counter()
-    done = generate(engine, [request(ticket) for ticket in range(3 * case.slots // 8)])
+    done = generate(engine, [make_request(policy, ticket, case.prompt) for ticket in range(3 * case.slots // GROUP)])
     row["end_to_end_tokens_per_s"] = round(sum(len(d.tokens) for d in done) / (time.perf_counter() - start))
   return row
 
 
+def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float) -> dict[str, Any]:
+  """The row of a batch whose completions have a long tail: one sample per slot, from the first chunk to the last."""
+  stops = range(0, policy.config.vocab_size, MEAN_LENGTH)
+  engine = Engine(policy, sampler_config(case, chunk), stop_ids=stops, pad_id=0)
+  engine.set_weights(params, 0)
+  engine.warmup()
+  seconds, floor = 0.0, 0.0
+  for ticket in range(case.slots // GROUP):
+    engine.submit(make_request(policy, ticket, case.prompt))
+  done = engine.step()  # with the prefill, which is not measured
+  skipped = chunk
+  while not engine.idle:
+    start = time.perf_counter()
+    done += engine.step()
+    seconds += time.perf_counter() - start
+  lengths = np.array([len(c.tokens) for c in done])
+  for step in range(skipped, lengths.max()):
+    live = (lengths > step).sum()
+    floor += floor_of(policy, params, live * (case.prompt + step), bandwidth)
+  steps = int(lengths.max()) - skipped
+  return {
+    "slots": case.slots,
+    "mean_length": round(float(lengths.mean()), 1),
+    "longest": int(lengths.max()),
+    "ms_per_step": round(1e3 * seconds / steps, 3),
+    "ratio_to_floor": round(seconds / floor, 2),
+    "tokens_per_s": round(float(np.maximum(lengths - skipped, 0).sum()) / seconds),
+  }
+
+
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--attention", nargs="+", default=["auto"], help="backends of attention, as in models.Policy")
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("decode_speed.json"))
   args = parser.parse_args()
-  policy = Policy(SMOKE if args.smoke else QWEN3_06B)
+  config = SMOKE if args.smoke else QWEN3_06B
+  policy = Policy(config)
   # Two programs: compiled as one, on a GPU they take minutes.
   params = jax.jit(functools.partial(prepare_weights, policy))(jax.jit(policy.init)(jax.random.key(0)))
   bandwidth = copy_bandwidth(2**24 if args.smoke else 2**31)
-  result = {
-    "device": jax.devices()[0].device_kind,
-    "jax": jax.__version__,
-    "copy_GB_per_s": round(bandwidth / 1e9, 1),
-    "rows": [
-      measure(policy, params, c, 8 if args.smoke else 64, bandwidth) for c in (SMOKE_CASES if args.smoke else CASES)
-    ],
-  }
-  args.out.write_text(json.dumps(result, indent=1) + "\n")
-  print(f"{result['device']}, jax {result['jax']}, copy {result['copy_GB_per_s']} GB/s")
-  print("slots filled attended ms/step /floor tokens/s end-to-end")
-  for r in result["rows"]:
-    print(
-      f"{r['slots']:5} {r['filled']:6} {r['attended']:8} {r['ms_per_step']:7} {r['ratio_to_floor']:6} "
-      f"{r['tokens_per_s']:8} {r.get('end_to_end_tokens_per_s', ''):>10}"
+  chunk = 8 if args.smoke else 64
+  device = jax.devices()[0].device_kind
+  rows: list[dict[str, Any]] = []
+  result = {"device": device, "jax": jax.__version__, "copy_GB_per_s": round(bandwidth / 1e9, 1), "rows": rows}
+  print(f"{device}, jax {jax.__version__}, copy {result['copy_GB_per_s']} GB/s")
+
+  def report(attention: str, row: dict[str, Any]) -> None:
+    rows.append({"attention": attention} | row)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+
+  for case in SMOKE_CASES if args.smoke else CASES:
+    for attention in args.attention:
+      report(attention, measure(Policy(config, attention=attention), params, case, chunk, bandwidth))
+  tail = Case(32, 40, 128) if args.smoke else Case(512, 320, 832)
+  for attention in args.attention:
+    report(
+      attention, measure_tail(Policy(config, attention=attention), params, tail, 8 if args.smoke else 16, bandwidth)
     )
 
 

@@ -43,9 +43,9 @@ def test_the_traced_sampler_is_the_one_that_runs(experiment):
   assert list(trace.programs) == ["step", "stage", "gather", "prefill", "put", "decode"]
   cache = trace.resident["generation"]["cache"]
   assert runtime.bytes_per_device(cache) == sum(
-    x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine._cache)
+    x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine._cache.layers)
   )
-  decode = engine._programs.decode(experiment.sampler_config.capacity)
+  decode = engine._programs.decode(*engine.cache_shape)
   traced = trace.programs["decode"].trace().lower().compile()
   assert traced.input_shardings == decode.input_shardings
   assert traced.cost_analysis() == decode.cost_analysis()

@@ -16,7 +16,7 @@ from async_rl import sampling
 from async_rl.sampling import _programs
 
 
-def by_position(heads):
+def by_position(heads, backend):
   return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
 
 
@@ -26,16 +26,16 @@ def test_the_order_of_the_cache_changes_no_sample(monkeypatch):
   config = sampling.SamplerConfig(**{**vars(CONFIG), "length_buckets": 3})  # the cache grows and shrinks
   engine = sampling.Engine(policy, config, STOPS, pad_id=0)
   engine.set_weights(params, 3)
-  assert engine._cache[0][0].format.layout.major_to_minor == (0, 2, 1, 3)
+  assert engine._cache.layers[0][0].format.layout.major_to_minor == (0, 2, 1, 3)
   got = sampling.generate(engine, requests_of(range(7)))
-  assert engine._cache[0][0].format.layout.major_to_minor == (0, 2, 1, 3)
+  assert engine._cache.layers[0][0].format.layout.major_to_minor == (0, 2, 1, 3)
   same(got, sampling.generate(engine_of(), requests_of(range(7))), exact=False)
 
 
 @pytest.mark.parametrize("order", ["by position", "by head"])
 def test_decoding_on_tpus_holds_the_cache_once(tpu_chips, monkeypatch, order):
   if order == "by head":  # what it costs otherwise: the day this fails, the special order can go
-    monkeypatch.setattr(_programs, "_cache_format", lambda heads: heads)
+    monkeypatch.setattr(_programs, "_cache_format", lambda heads, backend: heads)
   config = models.ModelConfig(
     vocab_size=256, d_model=128, num_layers=2, num_heads=16, num_kv_heads=8, head_dim=128, d_ff=128
   )
@@ -43,7 +43,7 @@ def test_decoding_on_tpus_holds_the_cache_once(tpu_chips, monkeypatch, order):
     slots=64, group_size=8, max_prompt_tokens=256, max_new_tokens=256, chunk=32, length_buckets=1
   )
   mesh = rollout.make_mesh(tpu_chips("v5e:2x2")[:1])
-  program = _programs.Programs(models.Policy(config), sizes, (1,), mesh).decode(sizes.capacity)
+  program = _programs.Programs(models.Policy(config), sizes, (1,), mesh).decode(sizes.slots, sizes.capacity)
   cache = 2 * 2 * 64 * 8 * sizes.capacity * 128 * 2  # bytes of keys and values
   memory = program.memory_analysis()
   assert memory.alias_size_in_bytes >= cache, "the cache is updated in place"
