@@ -25,6 +25,16 @@ from async_rl.runtime import _signals
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 
 
+@pytest.fixture(autouse=True)
+def _usual_handlers():
+  """Also where the tests run in the background or under nohup, which ignore some signals."""
+  usual = (signal.SIG_DFL, signal.default_int_handler, signal.SIG_DFL)
+  kept = [signal.signal(number, handler) for (number, _), handler in zip(SIGNALS, usual, strict=True)]
+  yield
+  for (number, _), handler in zip(SIGNALS, kept, strict=True):
+    signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_a_signal_is_answered_at_once_and_obeyed_at_the_next_check(capsys, number, status):
   stop = _signals.StopSignal()

@@ -61,7 +61,7 @@ def test_prefixes_travel_once_and_not_once_per_sample(axes):
   """Filling slots gathers the keys and values of the prefixes; nothing is summed, nothing is repeated on the way."""
   programs = engine_on(jax.devices(), **axes)._programs
   length = SIZED.prompt_lengths[-1]
-  text = programs.put(length, SIZED.capacity).as_text()
+  text = programs.put(length, *programs.shapes[-1]).as_text()
   moved = re.findall(r"= (\(?\w+\[[\d,]+\].*?) (all-\w+|collective-permute|reduce-scatter)\(", text)
   assert {kind for _, kind in moved} == {"all-gather"}
   prefixes = math.prod((programs.prefill_rows(length), 2 // axes.get("tensor", 1), length, 8))
