@@ -169,9 +169,9 @@ def cache_attention(
   if backend == "cudnn":
     kernel = functools.partial(_cudnn_cache_attention, scale=scale)
     if mesh is not None:
-      heads = fit_sharding(mesh, (ROWS, "tensor"), k.shape[:2]).spec
-      specs = (heads, heads, heads, PartitionSpec(heads[0]))
-      kernel = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+      split = fit_sharding(mesh, (ROWS, "tensor"), k.shape[:2]).spec
+      specs = (split, split, split, PartitionSpec(split[0]))
+      kernel = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
     return kernel(q, k, v, positions)
   batch, heads, width = q.shape
   entries = jnp.arange(k.shape[2])[None, :]

@@ -137,7 +137,7 @@ class GGUFCheckpoint:
     if _ROPE_FACTORS in self._tensors:
       # Llama 3's scaling is stored as the divisors that it comes to. The largest is its factor; the rest must follow.
       stored = self._tensors[_ROPE_FACTORS].data.astype(np.float64)
-      scaling = RopeScaling("llama3", factor=float(stored.max()))
+      scaling = RopeScaling("llama3", factor=float(np.max(stored)))
       theta = self._get("llama.rope.freq_base")
       divisors = rope_frequencies(2 * len(stored), theta, None) / rope_frequencies(2 * len(stored), theta, scaling)
       if not np.allclose(divisors, stored, rtol=1e-4):

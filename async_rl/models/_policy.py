@@ -346,7 +346,7 @@ class Policy:
 
     saved = _SAVED[self.remat]
     if saved is not None:
-      policy = jax.checkpoint_policies.save_only_these_names(*saved)
+      policy = functools.partial(_is_saved, saved)
       body = jax.checkpoint(body, policy=policy, prevent_cse=isinstance(params["layers"], list))
     x = ends.encode(tokens, self.mesh)
     if isinstance(params["layers"], list):
@@ -359,6 +359,16 @@ class Policy:
       if extras is not None:
         extras = _as_list(extras, self.config.num_layers)
     return ends.final_norm(x), tuple(extras) if extras is not None else None
+
+
+def _is_saved(names: tuple[str, ...], primitive: Any, *avals: Any, **params: Any) -> bool:
+  """Tells `jax.checkpoint` to save these names and, with "attention", all that cuDNN's backward pass needs.
+
+  The name covers the output alone; for the sums of the softmax, the kernel's forward pass would run again.
+  """
+  if "attention" in names and primitive.name.startswith("dot_product_attention_fwd"):
+    return True
+  return jax.checkpoint_policies.save_only_these_names(*names)(primitive, *avals, **params)
 
 
 def finish_logits(logits: Array, config: ModelConfig) -> Array:
