@@ -81,3 +81,15 @@ def tree_dot(x: Any, y: Any) -> jax.Array:
 def tree_squared_norm(tree: Any) -> jax.Array:
   """Returns the sum of the squares of all leaves, float32 []."""
   return tree_dot(tree, tree)
+
+
+def sum_of_bits(x: jax.Array) -> jax.Array:
+  """Returns a checksum of an array, uint32 []: a hash of every element and its place, summed modulo 2^32.
+
+  Neither the order of the sum nor how the array is sharded changes it. A change of one element always does, other
+  changes do but for one in 2^32.
+  """
+  mixed = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+  for axis in range(x.ndim):
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+  return jnp.sum((mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35), dtype=jnp.uint32)

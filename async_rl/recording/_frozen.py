@@ -6,12 +6,10 @@ import hashlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from async_rl._arrays import sum_of_bits
 from async_rl._paths import Path
-
-Array = jax.Array
 
 
 def save_frozen(folder: Path, params: Any) -> str:
@@ -30,15 +28,7 @@ def restore_frozen(folder: Path, abstract: Any) -> tuple[Any, str]:
 
 def checksum(params: Any) -> str:
   """A digest of names, shapes, dtypes and every bit of the values, whatever devices they are on."""
-  sums = jax.device_get(jax.jit(lambda tree: jax.tree.map(_sum_of_bits, tree))(params))
+  sums = jax.device_get(jax.jit(lambda tree: jax.tree.map(sum_of_bits, tree))(params))
   leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(sums), strict=True)
   text = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape} {int(value)}" for (path, x), value in leaves]
   return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
-
-
-def _sum_of_bits(x: Array) -> Array:
-  """uint32 []: a hash of each value and its place, summed modulo 2^32, which no order of summation changes."""
-  mixed = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-  for axis in range(x.ndim):
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-  return jnp.sum((mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35), dtype=jnp.uint32)

@@ -66,6 +66,7 @@ class Actor:
     self._ledger = ledger
     self._recorder = recorder
     self._failed_in_a_row = 0
+    self._entered = -1  # the version of which the ledger has the checksum
     self._gate = threading.Lock()
     self._lock = threading.Lock()
     self.version = -1
@@ -129,6 +130,9 @@ class Actor:
       completions = self._sampler.step()
       self.busy_seconds += time.monotonic() - start
       self._ledger.add_generated(self._sampler.counters.tokens - before)
+      if self._entered != self.version:  # its checksum was computed before the chunk
+        self._ledger.add_weights(self.version, self._sampler.checksum)
+        self._entered = self.version
       self._recorder.record("chunk")
       for completion in completions:
         self.conversations.process_completion(completion)

@@ -1,4 +1,4 @@
-"""The ledger: the account in which every generated token ends."""
+"""The ledger: the account in which every generated token ends, and the checksums of the weights that drew them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+#: The number of versions whose checksums are kept: more than any lag bound reaches back.
+_KEPT_VERSIONS = 1000
+
 
 class Ledger:
-  """Counts generated tokens and how they ended; thread-safe.
+  """Counts generated tokens and how they ended, and knows the weights that drew them by their checksums; thread-safe.
 
   Every generated token ends in one account: `trained`; `masked/<reason>` (in a trained batch, but out of its loss);
   `stale` (beyond the lag bound: always 0 unless the bound is broken on purpose); `failed/<reason>` (its group was
   given up). Until then it is saved: in the sampler, in the buffer or in a checkpoint. `check_balance` compares this
   remainder with the tokens that those places hold.
+
+  The checksum of a version is that of the weights which the sampler held, `Sampler.checksum`. It is the same on every
+  process of a run, and before and after a restart.
   """
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
     self._generated = 0
     self._ended: collections.Counter[str] = collections.Counter(trained=0, stale=0)
+    self._checksums: dict[int, int] = {}
 
   def add_generated(self, tokens: int) -> None:
     """Enters newly drawn tokens."""
@@ -64,10 +71,32 @@ class Ledger:
         f"The ledger does not balance: {counts['saved']} tokens should be saved, {saved} are: {counts}."
       )
 
+  def add_weights(self, version: int, checksum: int) -> None:
+    """Enters the checksum of weights that draw tokens.
+
+    Raises:
+      AssertionError: if other weights of this version drew tokens before.
+    """
+    with self._lock:
+      entered = self._checksums.setdefault(version, checksum)
+      if entered != checksum:
+        raise AssertionError(
+          f"The sampler's weights of step {version} have the checksum {checksum:08x}, those that it held before have "
+          f"{entered:08x}: a copy of them is damaged."
+        )
+      for old in sorted(self._checksums)[:-_KEPT_VERSIONS]:
+        del self._checksums[old]
+
+  def weights(self, since: int = 0) -> dict[int, int]:
+    """Returns the checksums of the weights that drew tokens, by version, from version `since` on."""
+    with self._lock:
+      return {version: checksum for version, checksum in self._checksums.items() if version >= since}
+
   def state(self) -> dict[str, Any]:
     """Returns the accounts as numbers, for a checkpoint."""
     with self._lock:
-      return {"generated": self._generated, "ended": dict(self._ended)}
+      checksums = {str(version): checksum for version, checksum in self._checksums.items()}
+      return {"generated": self._generated, "ended": dict(self._ended), "weights": checksums}
 
   def restore(self, state: dict[str, Any], saved: int) -> None:
     """Continues from a checkpoint.
@@ -80,6 +109,7 @@ class Ledger:
     with self._lock:
       self._generated = state["generated"]
       self._ended = collections.Counter(state["ended"])
+      self._checksums = {int(version): checksum for version, checksum in state.get("weights", {}).items()}
       lost = self._generated - self._ended.total() - saved
     if lost:
       self.close_failed(lost, "restart")
@@ -93,7 +123,9 @@ class Ledger:
     ended: collections.Counter[str] = collections.Counter()
     for state in states:
       ended.update(state["ended"])
-    self.restore({"generated": sum(state["generated"] for state in states), "ended": ended}, saved=0)
+    weights = {version: checksum for state in states for version, checksum in state.get("weights", {}).items()}
+    generated = sum(state["generated"] for state in states)
+    self.restore({"generated": generated, "ended": ended, "weights": weights}, saved=0)
 
 
 def _checked(tokens: int) -> int:

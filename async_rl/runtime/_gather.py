@@ -14,22 +14,33 @@ from async_rl.rollout._completion_arrays import groups_from_arrays
 from async_rl.rollout._completion_arrays import groups_to_arrays
 from async_rl.rollout._conversations import ScoredGroup
 from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._watch import LOST_STATUS
+from async_rl.runtime._watch import REMEDY
+from async_rl.runtime._watch import HostError
 from async_rl.types import Group
 from async_rl.types import Prompt
 
 
-def gather_groups(hosts: Hosts, own: list[Group], prompts: Sequence[Prompt] | Mapping[int, Prompt]) -> list[Group]:
+def gather_groups(
+  hosts: Hosts, own: list[Group], checksums: Mapping[int, int], prompts: Sequence[Prompt] | Mapping[int, Prompt]
+) -> list[Group]:
   """Returns the groups of all processes, ordered by ticket.
 
   Args:
     hosts: the processes.
     own: the groups of this process, ordered by ticket.
+    checksums: those of the weights that drew tokens in this process lately, by version; see `Ledger.weights`.
     prompts: the prompts by id.
+
+  Raises:
+    HostError: in all processes, if weights of one version had different checksums in two of them.
   """
   if hosts.count == 1:
     return own
-  archives = hosts.gather(to_archive(groups_to_arrays(own)))
-  groups = [group for archive in archives for group in groups_from_arrays(from_archive(archive), prompts)]
+  tree = {"groups": groups_to_arrays(own), "checksums": {str(v): checksum for v, checksum in checksums.items()}}
+  archives = [from_archive(archive) for archive in hosts.gather(to_archive(tree))]
+  _check_weights([archive["checksums"] for archive in archives])
+  groups = [group for archive in archives for group in groups_from_arrays(archive["groups"], prompts)]
   return sorted(groups, key=_ticket)
 
 
@@ -62,6 +73,22 @@ def gather_scored(
       scored.append((ScoredGroup(group.request, group.completions, tuple(results)), proxy))
   scored.sort(key=_ticket_of_scored)
   return [group for group, _ in scored], [value for _, of_group in scored for value in of_group]
+
+
+def _check_weights(checksums: Sequence[Mapping[str, int]]) -> None:
+  """Checks that the weights of each version had one checksum in all processes that drew with them."""
+  for version in sorted({version for of_process in checksums for version in of_process}, key=int):
+    processes: dict[int, list[str]] = {}
+    for index, of_process in enumerate(checksums):
+      if version in of_process:
+        processes.setdefault(of_process[version], []).append(str(index))
+    if len(processes) > 1:
+      found = ", ".join(f"{checksum:08x} in process {' and '.join(of)}" for checksum, of in processes.items())
+      raise HostError(
+        f"the processes sampled with different weights of step {version} (checksums {found}), so that the memory or a "
+        f"copy of one is damaged; {REMEDY}",
+        LOST_STATUS,
+      )
 
 
 def _ticket(group: Group) -> int:

@@ -270,12 +270,14 @@ class Session:
     Raises:
       EndOfData: if no further batch can be formed.
       StopRequested: if a signal asked the run to end.
+      HostError: if the samplers of two processes held different weights of one version.
     """
     self.stop.activity = f"waiting for the batch of step {self.version + 1}"
     self.hosts.agree(functools.partial(self._wait_for_batch, tickets))
     own = self.buffer.take_batch(self.version, timeout=0, tickets=tickets)
     self._recorder.record("train", self.version, [g.request.ticket for g in own])
-    return gather_groups(self.hosts, own, self._prompts.prompts)
+    checksums = self._ledger.weights(since=self.version - self.buffer.max_lag - 1)
+    return gather_groups(self.hosts, own, checksums, self._prompts.prompts)
 
   def _wait_for_batch(self, tickets: list[int] | None) -> None:
     while True:

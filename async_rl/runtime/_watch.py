@@ -24,6 +24,8 @@ _GRACE_SECONDS = 8.0
 #: The exit status after the loss of a process: that of an abort, by which JAX itself ends a process that has lost its
 #: coordinator. Launchers restart it.
 LOST_STATUS = 134
+#: What the user does then.
+REMEDY = "rerun the same command in all processes to resume"
 
 
 class HostError(RuntimeError):
@@ -117,7 +119,7 @@ class Watch:
         self._cause = self._look(beat, seen)
       except Exception as error:
         reason = str(error).splitlines()[0]
-        self._cause = HostError(f"{self._name(0)}, the coordinator, was lost ({reason}); {_REMEDY}", LOST_STATUS)
+        self._cause = HostError(f"{self._name(0)}, the coordinator, was lost ({reason}); {REMEDY}", LOST_STATUS)
     self._found.set()
     if not self._closed.wait(_GRACE_SECONDS):  # the main thread waits for the process that failed
       print(f"error: {self._cause}", file=sys.stderr, flush=True)
@@ -143,7 +145,7 @@ class Watch:
       elif now - seen[index][1] > LOST_SECONDS:
         self._lost.add(index)
         seconds = now - seen[index][1]
-        return HostError(f"{self._name(index)} was lost, silent for {seconds:.0f} s; {_REMEDY}", LOST_STATUS)
+        return HostError(f"{self._name(index)} was lost, silent for {seconds:.0f} s; {REMEDY}", LOST_STATUS)
     return None
 
   def _name(self, index: int) -> str:
@@ -163,9 +165,6 @@ class Watch:
         time.sleep(0.2)
     except Exception:  # the coordinator is lost
       return
-
-
-_REMEDY = "rerun the same command in all processes to resume"
 
 
 def _is_of_connection(error: BaseException | None) -> bool:

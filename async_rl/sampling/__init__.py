@@ -1,5 +1,6 @@
 """The sampler protocol, and the slot engine: continuous batching with log-probabilities and versions on every token."""
 
+from async_rl.sampling._checksum import checksum_weights
 from async_rl.sampling._draw import draw_tokens
 from async_rl.sampling._draw import sample_key
 from async_rl.sampling._draw import token_uniforms

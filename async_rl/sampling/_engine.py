@@ -17,6 +17,8 @@ from async_rl.models import Params
 from async_rl.models import Policy
 from async_rl.models import named_mesh
 from async_rl.sampling import _decode
+from async_rl.sampling._checksum import join_sums
+from async_rl.sampling._checksum import weight_parts
 from async_rl.sampling._programs import Programs
 from async_rl.sampling._sampler import Counters
 from async_rl.sampling._sampler import Sampler
@@ -125,9 +127,21 @@ class Engine(Sampler):
         "params must be this policy's, stacked and of the dtypes of Policy.init, or from prepare_weights; they "
         f"differ at {wrong[0]}: {layout.get(wrong[0])}, expected {raw.get(wrong[0])}."
       )
+    self._sums = [programs.checksum(name)(part) for name, part in weight_parts(self._params)]
     self.version = int(version)
     self._device_version = jax.device_put(np.int32(version), programs.whole)
     self._stale = self._config.on_update == "recompute"
+
+  @property
+  def checksum(self) -> int:
+    """The checksum of the weights, see `checksum_weights`; waits until it is computed.
+
+    Raises:
+      RuntimeError: if there are no weights yet.
+    """
+    if self._params is None:
+      raise RuntimeError("The engine has no weights; call set_weights first.")
+    return join_sums(jax.device_get(self._sums))
 
   # Requests.
 

@@ -25,6 +25,8 @@ from async_rl.models import param_shardings
 from async_rl.models import row_parts
 from async_rl.models import with_shardings
 from async_rl.sampling import _decode
+from async_rl.sampling._checksum import sum_part
+from async_rl.sampling._checksum import weight_parts
 from async_rl.sampling._prepare_weights import prepare_weights
 from async_rl.sampling._sampler_config import SamplerConfig
 
@@ -82,6 +84,7 @@ class Programs:
   def compile_all(self, prefixes: tuple[int, ...]) -> None:
     """Compiles every program that prefixes of these padded lengths need."""
     jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(self.prepare, ())]
+    jobs += [(self.checksum, (name,)) for name in self.params]
     jobs += [(self.decode, shape) for shape in self.shapes]
     jobs += [(self.prefill, (prefix,)) for prefix in prefixes]
     jobs += [(self.put, (n, *shape)) for n, shape in itertools.product(prefixes, self.shapes) if n <= shape[1]]
@@ -107,6 +110,12 @@ class Programs:
     function = functools.partial(prepare_weights, self._policy)
     jitted = jax.jit(function, out_shardings=self.param_shardings)
     return self._get(("prepare",), lambda: jitted.trace(self.raw_params))
+
+  def checksum(self, name: str) -> Callable[..., Any]:
+    """Returns the program of `sum_part` for the parts of params of this name: a part -> uint32 []."""
+    part = next(part for other, part in weight_parts(self.params) if other == name)
+    jitted = jax.jit(sum_part, out_shardings=self.whole)
+    return self._get(("checksum", name), lambda: jitted.trace(part))
 
   def prefill(self, prefix: int) -> Callable[..., Any]:
     """Returns the program of `_decode.prefill` at this padded length: params, tokens -> keys and values."""

@@ -70,6 +70,16 @@ class Sampler(Protocol):
       ValueError: if the parameters are not the policy's.
     """
 
+  @property
+  def checksum(self) -> int:
+    """The checksum of the weights that the next `step` draws with: that of `checksum_weights`, computed from them.
+
+    It costs a pass over the weights for each `set_weights`, and may wait for it.
+
+    Raises:
+      RuntimeError: if there are no weights yet.
+    """
+
   def submit(self, request: Request) -> None:
     """Queues a request, which starts as soon as there is room.
 

@@ -52,6 +52,31 @@ def test_balances_across_a_restart():
     Ledger().restore(state, saved=31)
 
 
+def test_weights_of_one_version_have_one_checksum_also_after_a_restart():
+  ledger = Ledger()
+  ledger.add_weights(3, 0xC0FFEE)
+  ledger.add_weights(3, 0xC0FFEE)
+  ledger.add_weights(5, 17)
+  assert ledger.weights() == {3: 0xC0FFEE, 5: 17}
+  assert ledger.weights(since=4) == {5: 17}
+  message = "weights of step 5 have the checksum 00000012, those that it held before have 00000011"
+  with pytest.raises(AssertionError, match=message):
+    ledger.add_weights(5, 18)
+
+  resumed, merged = Ledger(), Ledger()
+  state = json.loads(json.dumps(ledger.state()))
+  resumed.restore(state, saved=0)
+  merged.merge([state, {**state, "weights": {"4": 1}}])
+  assert merged.weights() == {3: 0xC0FFEE, 4: 1, 5: 17}
+  for other in (resumed, merged):
+    with pytest.raises(AssertionError, match=message):
+      other.add_weights(5, 18)
+  for version in range(6, 2000):
+    resumed.add_weights(version, version)
+  assert min(resumed.weights()) == 1000
+  Ledger().restore({"generated": 0, "ended": {}}, saved=0)  # a checkpoint of before there were checksums
+
+
 def test_threads():
   ledger = Ledger()
 

@@ -24,6 +24,7 @@ from tiny import DigitSums
 from tiny import tiny
 
 from async_rl import runtime
+from async_rl import sampling
 from async_rl.runtime import _session
 from async_rl.runtime import _watch
 from experiments import train
@@ -107,8 +108,8 @@ def local_checksum(params):
 
 
 @contextlib.contextmanager
-def observed(steps):
-  """Notes what this process sees of every step in here."""
+def observed(steps, weights):
+  """Notes what this process sees of every step in here, and the checksums of its sampler's weights by version."""
   learn = _session.Session.step
 
   def step(self, groups):
@@ -116,37 +117,65 @@ def observed(steps):
     seen = {"lag": self.version - int(versions.min()), "tickets": [g.request.ticket for g in groups]}
     learn(self, groups)
     steps.append({"version": self.version, "checksum": local_checksum(self.state.params), **seen})
+    weights.update(self._ledger.weights())
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(_session.Session, "step", step)
     yield
 
 
+@contextlib.contextmanager
+def damaged_weights(version):
+  """The sampler of a run in here gets weights of this version of which one number is wrong in its last bit."""
+  give = sampling.Engine.set_weights
+
+  def set_weights(self, params, of_version):
+    if of_version == version:
+      table = params["ends"]["embed"]
+      wrong = np.array(table)
+      wrong[3, 5] = np.nextafter(wrong[3, 5], np.float32(np.inf))
+      params = {**params, "ends": {**params["ends"], "embed": jax.device_put(wrong, table.sharding)}}
+    give(self, params, of_version)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sampling.Engine, "set_weights", set_weights)
+    yield
+
+
+def refusal(experiment, hosts):
+  """The message and the exit status with which a run ends."""
+  with pytest.raises(runtime.HostError) as error:
+    runtime.train(experiment, hosts)
+  return [str(error.value), error.value.status]
+
+
 def make_runs(devices, folder):
   """Makes the runs and writes what this process saw of them."""
-  results = {}
+  results = {"weights": {}}
   task = DigitSums(numbers=2, train=64, test=8, data_dir=str(folder / "data"))
   sharing.share_programs(pytest.MonkeyPatch())
   with runtime.join_hosts(devices) as hosts:
     for name, options in RUNS.items():
-      steps = results[name] = []
+      steps, weights = results[name], results["weights"][name] = [], {}
       if name == "replay":
         options = options | {"lag": str(folder / "async" / "schedule.jsonl")}
       start = runtime.SupervisedStage(steps=2, learning_rate=1e-3, check_every=1) if name == "stages" else None
       run_dir = os.environ.get(KILLED) if name == "killed" else None
       options = {"run_dir": run_dir or str(folder / name), "steps": STEPS, **options}
       experiment = tiny(task=task, start=start, **options)
-      with observed(steps), pytest.MonkeyPatch.context() as patch:
+      with observed(steps, weights), pytest.MonkeyPatch.context() as patch:
         if name != "async":
           sharing.leave_pictures_out(patch)
         if name == "killed":
           with runtime_helpers.killed_at(2):
             runtime.train(experiment, hosts)
         runtime.train(experiment, hosts)
-    try:
-      runtime.train(tiny(run_dir=str(folder / "refused"), max_lag=2 + hosts.index, groups=4 * (1 + hosts.index)), hosts)
-    except runtime.HostError as error:
-      results["refused"] = [str(error), error.status]
+    steps = results["damaged"] = []
+    options = dict(run_dir=str(folder / "damaged"), steps=STEPS, **RUNS["replay"])
+    with observed(steps, {}), damaged_weights(2 if hosts.index == 1 else None):
+      steps.append(refusal(tiny(task=task, **options), hosts))
+    refused = tiny(run_dir=str(folder / "refused"), max_lag=2 + hosts.index, groups=4 * (1 + hosts.index))
+    results["refused"] = refusal(refused, hosts)
   (folder / f"results_{devices.process_id}.json").write_text(json.dumps(results))
 
 

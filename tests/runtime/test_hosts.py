@@ -71,6 +71,30 @@ def test_after_every_step_all_processes_have_the_same_parameters(results, name):
   assert len(set(first)) == len(first)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_the_samplers_of_all_processes_draw_with_the_same_weights(results, name):
+  first, second = (result["weights"][name] for result in results)
+  both = sorted(set(first) & set(second))
+  if name in ("async", "replay", "colocated"):  # a sampler may not have had time for each version
+    assert "0" in both
+  else:
+    assert both == sorted(first) == sorted(second) == (["0", "1"] if name == "stages" else ["0", "1", "2"])
+  assert [first[version] for version in both] == [second[version] for version in both]
+  assert len({first[version] for version in both}) == len(both)
+
+
+def test_weights_that_differ_in_one_bit_are_told_before_what_they_drew_is_trained(results):
+  for result in results:
+    *steps, (message, status) = result["damaged"]
+    assert [step["version"] for step in steps] == [1, 2]
+    assert re.match(
+      r"the processes sampled with different weights of step 2 \(checksums [0-9a-f]{8} in process 0, [0-9a-f]{8} in "
+      r"process 1\), so that the memory or a copy of one is damaged; rerun the same command in all processes",
+      message,
+    )
+    assert status == 134
+
+
 @pytest.mark.parametrize(("name", "other"), [("killed", "whole"), ("replay", "async")])
 def test_a_simulated_run_is_the_same_bit_for_bit(results, folder, killed, name, other):
   """Again, killed and resumed, in a bucket; and as the replay of an asynchronous run."""

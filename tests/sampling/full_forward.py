@@ -46,6 +46,12 @@ class FullForwardSampler(sampling.Sampler):
     self._params = params
     self._version = version
 
+  @property
+  def checksum(self):
+    if self._params is None:
+      raise RuntimeError("The sampler has no weights; call set_weights first.")
+    return sampling.checksum_weights(self._params)
+
   def submit(self, request):
     self._samples += sampling.start_samples(request, self._config, self._vocab)
 

@@ -72,6 +72,25 @@ def test_a_backend_has_every_method_of_the_protocol(backend):
       assert list(inspect.signature(theirs).parameters) == list(wanted), name
 
 
+def test_the_checksum_is_of_the_weights_that_it_holds(sampler):
+  prepared = jax.jit(functools.partial(sampling.prepare_weights, make()[0]))(weights(3))
+  assert sampler.checksum == sampling.checksum_weights(prepared)
+  found = [sampler.checksum]
+  layers = prepared["layers"]
+  scale = prepared["ends"]["final_norm"]["scale"]
+  for other in (
+    weights(4),
+    {**prepared, "layers": layers[::-1]},
+    {**prepared, "ends": {**prepared["ends"], "final_norm": {"scale": scale.at[-1].set(jnp.nextafter(scale[-1], 2))}}},
+  ):
+    sampler.set_weights(other, 4)
+    found.append(sampler.checksum)
+  assert len(set(found)) == len(found)
+  assert all(0 <= checksum < 2**32 for checksum in found)
+  sampler.set_weights(prepared, 5)
+  assert sampler.checksum == found[0]
+
+
 def test_every_request_gives_one_completion_per_sample(sampler):
   for request in requests_of(range(5)):
     sampler.submit(request)
