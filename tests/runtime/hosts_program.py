@@ -1,7 +1,8 @@
 """One process of several that make one run: `python hosts_program.py SCENARIO PROCESS COUNT PORT FOLDER`.
 
 `runs` joins the other processes and makes one run after another. `signal` is the command line of training, in which
-process 1 is asked to end by SIGTERM; `kill` is the same command again, in which process 1 is killed.
+process 1 is asked to end by SIGTERM; `kill` is the same command again, in which process 1 is killed. `kill first` asks
+for more steps, and process 0 is killed.
 """
 
 import contextlib
@@ -197,12 +198,15 @@ def main(scenario, process, count, port, folder):
   cache_from_every_process()
   if scenario == "runs":
     return make_runs(runtime.Devices(**given), folder)
-  _watch.LOST_SECONDS = 6.0
-  options = dict(run_dir=folder / "command", steps=8, mode="async", checkpoint_every=1, **SIZES, **given)
-  if scenario == "signal":
-    signal_in_step(1, signal.SIGTERM, 2)
-  else:
-    signal_in_step(1, signal.SIGKILL, 5)
+  if scenario == "kill":
+    _watch.LOST_SECONDS = 6.0
+  steps, receiver, number, version = {
+    "signal": (8, 1, signal.SIGTERM, 2),
+    "kill": (8, 1, signal.SIGKILL, 5),
+    "kill first": (12, 0, signal.SIGKILL, 10),
+  }[scenario]
+  signal_in_step(receiver, number, version)
+  options = dict(run_dir=folder / "command", steps=steps, mode="async", checkpoint_every=1, **SIZES, **given)
   config = str(HERE.parent / "tiny.py")
   words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
   runtime.leave(train.main([config, *words]))

@@ -1,7 +1,10 @@
 """A run of two processes as one JAX job: every process samples and learns on its own devices."""
 
+import contextlib
+import io
 import json
 import re
+import time
 
 import numpy as np
 import pytest
@@ -164,18 +167,74 @@ def test_the_loss_of_one_process_ends_the_others_with_the_cause(lost):
   assert re.search(r"error: process 1 on \S+ was lost, silent for \d+ s; rerun the same command in all", errors[0])
 
 
-def test_one_process_goes_on_where_two_were(lost, folder, capfd):
-  summary = runtime.train(tiny(run_dir=str(folder / "command"), mode="async", steps=8, **SIZES))
+def go_on_alone(folder, steps):
+  """Continues the run of the command in this process.
+
+  Returns what was written to standard error, the steps in the metrics, and the tickets trained since, by version.
+  """
+  with contextlib.redirect_stderr(io.StringIO()) as errors:
+    runtime.train(tiny(run_dir=str(folder / "command"), mode="async", steps=steps, **SIZES))
+  return errors.getvalue(), [row["step"] for row in metrics(folder, "command")], trained(folder, "schedule.jsonl")
+
+
+def trained(folder, schedule):
+  """The tickets that a process of the command trained, by version."""
+  events = rollout.read_schedule(folder / "command" / schedule)
+  return {event[1]: event[2] for event in events if event[0] == "train"}
+
+
+@pytest.fixture(scope="module")
+def alone(lost, folder):
+  """The run of one process that went on from there."""
+  return go_on_alone(folder, 8)
+
+
+@pytest.fixture(scope="module")
+def first_lost(alone, folder):
+  """Two processes again, of which the first was killed in its third step.
+
+  Returns statuses, errors, the seconds from then to the end of the other, and the tickets that each trained by version.
+  """
+  processes = start("kill first", folder)
+  try:
+    processes[0].wait(timeout=600)
+    start_of_loss = time.monotonic()
+    processes[1].wait(timeout=120)
+    seconds = time.monotonic() - start_of_loss
+  finally:
+    statuses, errors = finish(processes)
+  return statuses, errors, seconds, [trained(folder, name) for name in ("schedule.jsonl", "schedule_1.jsonl")]
+
+
+def test_one_process_goes_on_where_two_were(alone):
+  errors, steps, tickets = alone
   resumed = re.search(
     r"resumed at step (\d) by 1 processes, saved by 2: unfinished groups, and \d+ complete ones that waited to be "
     "trained, are sampled again",
-    capfd.readouterr().err,
+    errors,
   )
   step = int(resumed[1])
   assert step in (4, 5)  # the checkpoint of step 5 may have been in progress
-  assert [row["step"] for row in metrics(folder, "command")] == list(range(1, 9))
-  trained = [event[2] for event in rollout.read_schedule(summary.folder.schedule) if event[0] == "train"]
-  assert [len(tickets) for tickets in trained] == [4] * (8 - step)
+  assert steps == list(range(1, 9))
+  assert {version: len(of_step) for version, of_step in tickets.items()} == dict.fromkeys(range(step, 8), 4)
+
+
+def test_two_processes_go_on_where_one_was(first_lost):
+  _, errors, _, tickets = first_lost
+  assert "resumed at step 8 by 2 processes, saved by 1: unfinished groups, and 0 complete ones" in errors[0]
+  for index, own in enumerate(tickets):
+    assert [len(own[version]) for version in (8, 9)] == [2, 2]
+    assert {ticket % 2 for ticket in (*own[8], *own[9])} == {index}
+
+
+def test_the_loss_of_the_first_process_ends_the_others_with_the_cause(first_lost, folder):
+  statuses, errors, seconds, _ = first_lost
+  assert statuses == [-9, -6], errors  # -6 is an abort, of status 134
+  assert "the leader task was preempted/died/restarted unexpectedly" in errors[1], errors
+  assert seconds < 60
+  error, steps, _ = go_on_alone(folder, 12)
+  assert re.search(r"resumed at step (9|10) by 1 processes, saved by 2", error)
+  assert steps == list(range(1, 13))
 
 
 def test_a_process_alone_costs_nothing_and_ends_as_its_work_does():
