@@ -19,6 +19,7 @@ from async_rl._paths import Path
 from async_rl._paths import as_path
 from async_rl.recording import CheckpointError
 from async_rl.runtime import Experiment
+from async_rl.runtime import HostError
 from experiments import configs
 
 #: The argument that names the folder of a run.
@@ -82,4 +83,7 @@ def command(function: Callable[..., Any], name: str, description: str | None, ar
   except (ValueError, ImportError, CheckpointError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
+  except HostError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return error.status
   return 0

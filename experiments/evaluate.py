@@ -3,21 +3,29 @@
 Without options: greedy accuracy on the whole test split. With K samples per prompt also the mean over samples (avg@K)
 and pass@k, the chance that at least one of k samples is right, for k = 1, 2, 4, … up to K. `--weights` evaluates other
 weights on the run's task: a Hugging Face folder, a GGUF file or a name that `experiments.fetch_weights` takes.
+
+On several hosts the same command runs on each of them, joined as in training; they deal the prompts among themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from async_rl import models
 from async_rl import tasks
+from async_rl.runtime import PROCESS_OPTIONS
+from async_rl.runtime import Devices
 from async_rl.runtime import Experiment
+from async_rl.runtime import Hosts
+from async_rl.runtime import LocalSampler
+from async_rl.runtime import check_same
 from async_rl.runtime import complete
+from async_rl.runtime import join_hosts
+from async_rl.runtime import leave
 from async_rl.runtime import mean_and_interval
 from async_rl.types import Prompt
 from experiments._runs import RunDir
@@ -61,21 +69,39 @@ def load_weights(experiment: Experiment, weights: str) -> tuple[Experiment, mode
 
 
 def score(
-  experiment: Experiment, params: models.Params, prompts: Sequence[Prompt], samples: int, temperature: float
+  experiment: Experiment,
+  params: models.Params,
+  prompts: Sequence[Prompt],
+  samples: int,
+  temperature: float,
+  hosts: Hosts | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-  """Returns the rewards of `samples` completions of each prompt, float [N, samples], and the reasons of failures."""
+  """Completes prompts, in several processes if there are, and scores the completions.
+
+  Args:
+    experiment: the run.
+    params: the parameters, on the learner mesh.
+    prompts: the prompts.
+    samples: the number of completions of each prompt.
+    temperature: the temperature of sampling.
+    hosts: the processes; `None` for this one alone.
+
+  Returns:
+    The rewards, float [N, samples], and the reasons of those that failed.
+  """
   config = dataclasses.replace(
     experiment.sampler_config,
     group_size=samples,
     temperature=temperature,
     slots=max(experiment.options.rollout.slots, samples),
   )
-  sampler = experiment.make_sampler(config, experiment.make_meshes().generation)
-  sampler.set_weights(params, 0)
+  meshes = experiment.make_meshes()
+  sampler = experiment.make_sampler(config, meshes.generation)
+  LocalSampler(sampler, experiment.make_learner(meshes.learner)).set_weights(params, 0)
   encoder, devices = experiment.encoder, experiment.options.devices
   requests = [encoder.encode(i, prompt) for i, prompt in enumerate(prompts)]
   with tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout) as pool:
-    groups = complete(sampler, encoder, requests, samples, pool)
+    groups = complete(sampler, encoder, requests, samples, pool, hosts=hosts)
   results = [group.results for group in groups]
   reasons = [result.reason for of_group in results for result in of_group if result.failed]
   return np.array([[result.value for result in of_group] for of_group in results]), reasons
@@ -94,6 +120,9 @@ def evaluate(
   max_prompt_tokens: int | None = None,
   skip_bad_prompts: bool = False,
   config: str | None = None,
+  coordinator: str | None = None,
+  process_id: int | None = None,
+  num_processes: int | None = None,
 ) -> dict[str, float]:
   """Prints and returns the accuracy of a checkpoint.
 
@@ -109,10 +138,35 @@ def evaluate(
     max_prompt_tokens: the length of the longest prompt; by default the run's.
     skip_bad_prompts: whether to leave out prompts that are too long or otherwise of no use; the run may say so, too.
     config: the path of the run's config file, if it was moved.
+    coordinator: host and port of process 0 of several, where the environment does not tell (as on TPUs).
+    process_id: the number of this process, from 0 on.
+    num_processes: the number of processes.
 
   Raises:
     ValueError: if prompts are of no use, or all rewards fail.
+    HostError: if processes were started with other options, or one of them failed.
   """
+  options = {name: value for name, value in locals().items() if name not in PROCESS_OPTIONS}
+  with join_hosts(Devices(coordinator=coordinator, process_id=process_id, num_processes=num_processes)) as hosts:
+    check_same(hosts, options)
+    return _evaluate(hosts, **options)
+
+
+def _evaluate(
+  hosts: Hosts,
+  run_dir: str,
+  samples: int,
+  temperature: float | None,
+  prompts: int | None,
+  split: str,
+  step: int | None,
+  weights: str | None,
+  max_completion_tokens: int | None,
+  max_prompt_tokens: int | None,
+  skip_bad_prompts: bool,
+  config: str | None,
+) -> dict[str, float]:
+  """Evaluates in the processes that were joined; the first of them prints."""
   if prompts is not None and prompts < 1:
     raise ValueError(f"*prompts* must be at least 1, got prompts={prompts}; leave it out for all.")
   limits = {"max_completion_tokens": max_completion_tokens, "max_prompt_tokens": max_prompt_tokens}
@@ -132,20 +186,21 @@ def evaluate(
     evaluated = weights
   found = experiment.task.prompts(split)[:prompts]
   check = experiment.encoder.check(found, skip=experiment.options.rollout.skip_bad_prompts)
-  rewards, failures = score(experiment, params, check.select(found), samples, temperature)
+  rewards, failures = score(experiment, params, check.select(found), samples, temperature, hosts)
   if len(failures) == rewards.size:
     raise ValueError(f"all {rewards.size} rewards failed, the first: {failures[0]}")
   results = {f"avg@{samples}": mean_and_interval(rewards.mean(axis=1))}
   correct = (rewards >= 1.0).sum(axis=1)
   for k in [2**i for i in range(samples.bit_length()) if samples > 1]:
     results[f"pass@{k}"] = mean_and_interval(pass_at_k(correct, samples, k))
-  print(f"{experiment.name}, {evaluated}, {len(rewards)} {split} prompts, temperature {temperature:g}")
+  lines = [f"{experiment.name}, {evaluated}, {len(rewards)} {split} prompts, temperature {temperature:g}"]
   if check.skipped:
-    print(check.describe())
+    lines.append(f"{check.describe()}")
   if failures:
-    print(f"{len(failures)} of {rewards.size} rewards failed and count as 0, the first: {failures[0]}")
-  for name, (mean, half) in results.items():
-    print(f"{name:8} {mean:.4f} ± {half:.4f}")
+    lines.append(f"{len(failures)} of {rewards.size} rewards failed and count as 0, the first: {failures[0]}")
+  lines += [f"{name:8} {mean:.4f} ± {half:.4f}" for name, (mean, half) in results.items()]
+  if hosts.first:
+    print("\n".join(lines))
   return {name: mean for name, (mean, _) in results.items()}
 
 
@@ -154,4 +209,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  leave(main())

@@ -6,8 +6,11 @@ from async_rl.runtime._evaluation import mean_and_interval
 from async_rl.runtime._evaluation import measure_distance
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._join import check_same
 from async_rl.runtime._join import join_hosts
 from async_rl.runtime._join import leave
+from async_rl.runtime._local_sampler import LocalSampler
+from async_rl.runtime._options import PROCESS_OPTIONS
 from async_rl.runtime._options import RESUMABLE
 from async_rl.runtime._options import Devices
 from async_rl.runtime._options import Length

@@ -43,8 +43,11 @@ def complete(
   samples: int,
   rewards: tasks.RewardPool,
   between_chunks: Callable[[], None] | None = None,
+  hosts: Hosts | None = None,
 ) -> list[ScoredGroup]:
   """Completes `requests` with an idle sampler under its current weights, including the turns of a tool.
+
+  Several processes deal the requests among themselves, each with a sampler of its own, and all return the same.
 
   Args:
     sampler: the sampler.
@@ -54,10 +57,26 @@ def complete(
     rewards: the pool that scores and answers; answers are awaited after every chunk, so samples cannot influence one
       another.
     between_chunks: called before each chunk; what it raises ends the work.
+    hosts: the processes; `None` for this one alone.
 
   Returns:
     The groups in the order of the requests.
   """
+  hosts = hosts or Hosts()
+  own = requests[hosts.index :: hosts.count]
+  groups = hosts.agree(lambda: _complete(sampler, encoder, own, samples, rewards, between_chunks))
+  return gather_scored(hosts, groups, [], [request.prompt for request in requests])[0]
+
+
+def _complete(
+  sampler: sampling.Sampler,
+  encoder: PromptEncoder,
+  requests: Sequence[Request],
+  samples: int,
+  rewards: tasks.RewardPool,
+  between_chunks: Callable[[], None] | None,
+) -> list[ScoredGroup]:
+  """Completes the requests of this process."""
   conversations = Conversations(sampler, encoder, rewards, samples)
   for request in requests:
     conversations.submit(request)
@@ -106,7 +125,7 @@ def evaluate(
   requests = [encoder.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
 
   def work() -> tuple[list[ScoredGroup], list[float]]:
-    groups = complete(sampler, encoder, requests[hosts.index :: hosts.count], samples, rewards, between_chunks)
+    groups = _complete(sampler, encoder, requests[hosts.index :: hosts.count], samples, rewards, between_chunks)
     return groups, [] if proxy is None else _score(proxy, encoder, groups)
 
   groups, proxies = gather_scored(hosts, *hosts.agree(work), prompts)

@@ -63,13 +63,20 @@ def gather_scored(
     Group(g.request, g.completions, np.array(v), tuple(k for k, r in enumerate(g.results) if r.failed))
     for g, v in zip(own, values, strict=True)
   ]
-  tree = {"groups": groups_to_arrays(groups), "values": values, "proxies": np.reshape(proxies, (len(own), -1)).tolist()}
+  tree = {
+    "groups": groups_to_arrays(groups),
+    "values": values,
+    "reasons": [[result.reason for result in group.results] for group in own],
+    "proxies": np.reshape(proxies, (len(own), -1)).tolist(),
+  }
   scored = []
   for archive in map(from_archive, hosts.gather(to_archive(tree))):
-    for group, of_group, proxy in zip(
-      groups_from_arrays(archive["groups"], by_id), archive["values"], archive["proxies"], strict=True
-    ):
-      results = [tasks.RewardResult(value, k in group.failed, "") for k, value in enumerate(of_group)]
+    columns = [archive[name] for name in ("values", "reasons", "proxies")]
+    for group, of_group, reasons, proxy in zip(groups_from_arrays(archive["groups"], by_id), *columns, strict=True):
+      results = [
+        tasks.RewardResult(value, k in group.failed, reason)
+        for k, (value, reason) in enumerate(zip(of_group, reasons, strict=True))
+      ]
       scored.append((ScoredGroup(group.request, group.completions, tuple(results)), proxy))
   scored.sort(key=_ticket_of_scored)
   return [group for group, _ in scored], [value for _, of_group in scored for value in of_group]

@@ -1,16 +1,22 @@
 """Evaluation of checkpoints: the estimator against enumeration, the command on a real run."""
 
 import itertools
+import re
+import subprocess
 
 import chex
 import jax
 import numpy as np
 import pytest
+import tiny
+from hosts_program import finish
+from hosts_program import start_processes
 
 from async_rl import models
 from async_rl import runtime
 from experiments import evaluate
 from experiments import export
+from experiments import train
 from experiments.configs import quickstart
 
 
@@ -64,6 +70,32 @@ def test_the_command_evaluates_what_the_run_evaluated(trained, capsys):
   assert f"avg@1    {summary.accuracy:.4f}" in capsys.readouterr().out
   assert evaluate.main(["run", "--weights", "no/such"]) == 2
   assert "no/such" in capsys.readouterr().err
+
+
+def test_several_processes_deal_the_prompts_and_the_first_prints_what_one_would(tmp_path, capsys):
+  assert train.main([tiny.__file__, "--run-dir", str(tmp_path / "run"), "--mode", "simulated", "--steps", "1"]) == 0
+  capsys.readouterr()
+  arguments = [str(tmp_path / "run"), "--prompts", "7", "--samples", "2"]
+  assert evaluate.main(arguments) == 0
+  expected = capsys.readouterr().out
+  assert "7 test prompts" in expected
+  assert "avg@2    0.0000" not in expected
+
+  def command(i, port):
+    names = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id", str(i)]
+    return ["-m", "experiments.evaluate", *arguments, *names]
+
+  processes = start_processes(command, count=2, devices=2, stdout=subprocess.PIPE)
+  printed = [process.stdout.read() for process in processes]
+  statuses, errors = finish(processes)
+  assert statuses == [0, 0], errors
+  assert [re.sub(r"\[Gloo\].*\n", "", text) for text in printed] == [expected, ""]
+
+  processes = start_processes(lambda i, port: [*command(i, port), "--step", str(i)], count=2, devices=1)
+  statuses, errors = finish(processes)
+  assert statuses == [2, 2], errors
+  for error in errors:
+    assert "process 1 was not started like process 0 (step: 0 -> 1)" in error
 
 
 def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):

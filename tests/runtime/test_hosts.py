@@ -20,9 +20,16 @@ from tiny import tiny
 from async_rl import recording
 from async_rl import rollout
 from async_rl import runtime
+from async_rl import tasks
 from async_rl._paths import as_path
+from async_rl.rollout._conversations import ScoredGroup
 from async_rl.runtime import _join
 from async_rl.runtime import _step_log
+from async_rl.runtime._gather import gather_scored
+from async_rl.types import STOP
+from async_rl.types import Completion
+from async_rl.types import Prompt
+from async_rl.types import Request
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +257,32 @@ def test_a_process_alone_costs_nothing_and_ends_as_its_work_does():
 
 def _end_of_data():
   raise rollout.EndOfData
+
+
+def test_scored_groups_arrive_whole_and_in_order():
+  prompts = [Prompt(i, f"{i}+{i}=", 2 * i) for i in range(3)]
+  completion = Completion(0, 0, np.int32([4, 5]), np.float32([-1, -2]), np.int32([7, 8]), np.array([True, True]), STOP)
+  groups = [
+    ScoredGroup(
+      Request(i, np.arange(i + 1, dtype=np.int32), prompt),
+      tuple(completion._replace(ticket=i, sample=k) for k in range(2)),
+      (tasks.RewardResult(0.1 * i), tasks.RewardResult(0.0, True, f"timeout after {i} s")),
+    )
+    for i, prompt in enumerate(prompts)
+  ]
+  sent = []
+  hosts = runtime.Hosts()
+  hosts.count = 2
+  hosts.gather = lambda data: [*sent, sent.append(data) or data]
+  gather_scored(hosts, groups[1:2], [3.0, 4.0], prompts)
+  found, proxies = gather_scored(hosts, groups[::2], [1.0, 2.0, 5.0, 6.0], prompts)
+  assert proxies == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+  assert [(g.request.prompt, g.results) for g in found] == [(g.request.prompt, g.results) for g in groups]
+  for group, expected in zip(found, groups, strict=True):
+    np.testing.assert_array_equal(group.request.tokens, expected.request.tokens)
+    for got, sample in zip(group.completions, expected.completions, strict=True):
+      for field, value in sample._asdict().items():
+        np.testing.assert_array_equal(getattr(got, field), value)
 
 
 def test_the_processes_are_found_in_the_environment(monkeypatch):
