@@ -345,9 +345,9 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     ids = np.arange(math.prod(of)).reshape(of).transpose(order)
     return tuple(map(tuple, ids.reshape(shape).tolist()))
   if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
-    axes = {name: int(size) for name, size in re.findall(r"(\w+)'?=(\d+)", match[1])}
+    axes = {name: int(size) for name, size in re.findall(r"\s*'?([^',=]+)'?=(\d+)", match[1])}
     sizes = list(axes.values())
-    joined = [list(axes).index(name) for name in re.findall(r"\w+", match[2])]
+    joined = [list(axes).index(name) for name in re.findall(r"\s*'?([^',]+)'?", match[2])]
     ids = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), joined, range(-len(joined), 0))
     return tuple(map(tuple, ids.reshape(-1, math.prod(sizes[axis] for axis in joined)).tolist()))
   return ()

@@ -149,6 +149,19 @@ def test_exchanges_count_as_often_as_loops_turn_and_know_their_groups():
   assert not reduce.joins(0, 1)
 
 
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("replica_groups={{0,1},{2,3}}", ((0, 1), (2, 3))),
+    ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+    ("replica_groups=mesh[a=2, b=2] {b}", ((0, 1), (2, 3))),
+    ("replica_groups=mesh['part'=1,'shared 0'=2,'shared 1'=2] {'shared 0'}", ((0, 2), (1, 3))),
+  ],
+)
+def test_groups_of_devices_are_read_in_every_form(text, expected):
+  assert _hlo_costs._groups(f"all-gather(x), {text}, use_global_device_ids=true") == expected
+
+
 #: As TPUs compile them: memory space 1 is on the chip, products are convolutions, loops have no known trip count.
 TPU_PROGRAM = """
 HloModule program, is_scheduled=true
