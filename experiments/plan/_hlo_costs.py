@@ -56,8 +56,10 @@ class Exchange(NamedTuple):
     nbytes: the bytes of its result on one device.
     times: the times that it runs.
     loops: the number of loops around it.
-    groups: the devices that exchange with each other, by their positions in the mesh; pairs for permutations.
+    groups: the devices that exchange with each other, by their positions in the mesh, of a program of several slices in
+      the part of the mesh that is of one; pairs for permutations. Between slices: the slices.
     hidden: whether the device goes on meanwhile.
+    between_slices: whether it goes through the hosts and the network between TPU slices.
   """
 
   kind: str
@@ -66,6 +68,7 @@ class Exchange(NamedTuple):
   loops: int
   groups: tuple[tuple[int, ...], ...]
   hidden: bool
+  between_slices: bool = False
 
   @property
   def sent(self) -> float:
@@ -78,8 +81,8 @@ class Exchange(NamedTuple):
     return self.nbytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
   def joins(self, a: int, b: int) -> bool:
-    """Returns whether two devices are in one group."""
-    return any(a in group and b in group for group in self.groups)
+    """Returns whether two devices of a slice are in one group."""
+    return not self.between_slices and any(a in group and b in group for group in self.groups)
 
 
 class Costs(NamedTuple):
@@ -314,10 +317,14 @@ def _written(module: Module, computation: Computation, x: Instruction) -> float:
 # Exchanges.
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+#: The ids of the chips of TPU slice n, counted from 1, begin with n times this.
+_SLICE_IDS = 100_000
 
 
 def _exchanges(module: Module, x: Instruction, times: float, loops: int) -> Iterator[Exchange]:
   """Yields the exchanges of an instruction, those inside of fusions too."""
+  if x.opcode == "recv" and (between := _between_slices(x)):
+    yield between._replace(times=times, loops=loops)
   kind = x.opcode.removesuffix("-start")
   if kind in _KINDS:
     shapes = x.shapes[: max(1, len(x.shapes) // 2)] if x.opcode.endswith("-start") and len(x.shapes) > 1 else x.shapes
@@ -333,6 +340,21 @@ def _exchanges(module: Module, x: Instruction, times: float, loops: int) -> Iter
       for y in inside.values():
         for exchange in _exchanges(module, y, times, loops):
           yield exchange._replace(hidden=exchange.hidden or hidden)
+
+
+def _between_slices(x: Instruction) -> Exchange | None:
+  """Returns the exchange between TPU slices whose end `x` is.
+
+  The compiler leaves no collective there: a chip sends to its host, and receives what the hosts made of it.
+  """
+  match = re.search(r'_xla_megascale_target="?\{(.*?)[}"].*_xla_megascale_transfer_type="(\w+)"', x.text)
+  if match is None:
+    return None
+  listed = [int(number) for number in re.findall(r"\d+", match[1])]  # slices, or chips, which count from 100000 in each
+  slices = {number // _SLICE_IDS if number >= _SLICE_IDS else number for number in listed}
+  kind = match[2].lower().replace("_", "-")
+  kind = kind if kind in _KINDS else "collective-permute"
+  return Exchange(kind, x.shapes[0].nbytes, 1, 0, (tuple(sorted(slices)),), hidden=False, between_slices=True)
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:

@@ -110,9 +110,8 @@ def summarize(
 
 def _reach(exchange: Exchange, devices: Sequence[Any]) -> str:
   """Returns how far an exchange reaches: within a host, between hosts of a slice, or between slices."""
-  for group in exchange.groups or (tuple(range(len(devices))),):
-    if len({getattr(devices[i], "slice_index", 0) for i in group}) > 1:
-      return "slices"
+  if exchange.between_slices:
+    return "slices"
   for group in exchange.groups or (tuple(range(len(devices))),):
     if len({devices[i].process_index for i in group}) > 1:
       return "hosts"

@@ -1,6 +1,7 @@
 """What is counted of programs equals what one counts by hand: through loops, inside of fusions, along exchanges."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from async_rl import models
 from experiments.plan import _hlo
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
+from experiments.plan._chips import parse_topology
+from experiments.plan._summary import summarize
 
 N = 64
 PRODUCT = 2 * N**3
@@ -160,6 +163,35 @@ def test_exchanges_count_as_often_as_loops_turn_and_know_their_groups():
 )
 def test_groups_of_devices_are_read_in_every_form(text, expected):
   assert _hlo_costs._groups(f"all-gather(x), {text}, use_global_device_ids=true") == expected
+
+
+#: As TPUs compile what goes between slices; the chips of slice n are numbered from n times 100000.
+SLICES_PROGRAM = """
+HloModule program, is_scheduled=true
+
+ENTRY %main (x: f32[2,128]) -> f32[2,128] {
+  %x = f32[2,128]{1,0:T(2,128)} parameter(0)
+  %after-all = token[] after-all()
+  %send = (f32[2,128]{1,0:T(2,128)}, u32[], token[]) send(%x, %after-all), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[2,128]{1,0:T(2,128)}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %recv-done = (f32[2,128]{1,0:T(2,128)}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %recv.1 = (f32[2,128]{1,0:T(2,128)}, u32[], token[]) recv(%after-all), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target={{100000,100001,200000,200001}},_xla_megascale_transfer_type="ALL_TO_ALL"}
+  %recv-done.1 = (f32[2,128]{1,0:T(2,128)}, token[]) recv-done(%recv.1), channel_id=3, is_host_transfer=true
+  ROOT %y = f32[2,128]{1,0:T(2,128)} get-tuple-element(%recv-done), index=0
+}
+"""  # noqa: E501
+
+
+def test_what_goes_between_slices_takes_the_network():
+  reduce, swap = found = _hlo_costs.count_compiled(SLICES_PROGRAM).exchanges
+  assert (reduce.kind, reduce.groups, reduce.nbytes) == ("all-reduce", ((1, 2, 3),), 1024)
+  assert (swap.kind, swap.groups, swap.nbytes) == ("all-to-all", ((1, 2),), 1024)
+  assert not reduce.joins(1, 2)  # positions in a slice, not slices
+  chip = parse_topology("v5e:2x2").chip
+  costs = summarize([], [], found, chip, [types.SimpleNamespace(process_index=0)] * 4, {})
+  assert costs.sent == {"all-reduce slices": 1024 * 4 / 3, "all-to-all slices": 512}
+  assert costs.exposed_seconds == pytest.approx((1024 * 4 / 3 + 512) / chip.network)
 
 
 #: As TPUs compile them: memory space 1 is on the chip, products are convolutions, loops have no known trip count.

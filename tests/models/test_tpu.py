@@ -14,10 +14,12 @@ from learning_helpers import make_groups
 from learning_helpers import make_learner
 from learning_helpers import shape_of
 from studies import tpu_splits
+from tiny import tiny
 
 from async_rl import learning
 from async_rl import models
 from async_rl import rollout
+from async_rl import runtime
 from async_rl import sampling
 from experiments.plan._hlo_costs import count_compiled
 
@@ -67,6 +69,33 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chi
   gathers = [x for x in found if x.kind == "all-gather" and x.nbytes >= TABLE_BYTES // 2]
   assert [x.loops for x in gathers] == [0]
   assert max(x.nbytes for x in found if x.kind == "all-reduce" and x.joins(0, 1)) < TABLE_BYTES // 2
+
+
+def test_between_slices_go_one_sum_of_gradients_a_step_and_the_log_probabilities(tpu_chips):
+  """Learners are data parallel over two slices, each of which samples: no push and nothing of sampling crosses."""
+  chips = tpu_chips("v5e:2x2", num_slices=2)
+  experiment = tiny(mode="async", generation_devices=0, fsdp=4, policy=models.Policy(BIG_TABLE, attention="xla"))
+  trace = runtime.trace_run(experiment, chips)
+  assert [{chip.slice_index for chip in row.flat} for row in trace.meshes.learner.devices] == [{0}, {1}]
+  crossing = {name: exchanges_between_slices(program) for name, program in trace.programs.items()}
+  step = crossing.pop("step")
+  assert {"stage", "gather", "prefill", "put", "decode"} <= set(crossing)
+  assert not any(crossing.values())
+  assert {x.kind for x in step} == {"all-reduce"}
+  parameters = runtime.bytes_per_device(trace.programs["stage"].resident)
+  assert parameters <= sum(x.nbytes for x in step if not x.loops) <= 1.01 * parameters
+  loss_plane = 4 * experiment.batch_shape.sequences * 128  # completions are padded to whole tiles
+  assert sum(x.nbytes for x in step if x.loops) <= 2 * loss_plane
+  # Where the weights themselves lie in both slices, a push has to bring them together.
+  spread = tiny(mode="async", generation_devices=0, fsdp=8, policy=experiment.policy)
+  stage = exchanges_between_slices(runtime.trace_run(spread, chips).programs["stage"])
+  assert {x.kind for x in stage} == {"all-gather"}
+  assert sum(x.nbytes for x in stage) == pytest.approx(parameters / 2, rel=0.01)  # of half as many, in two bytes
+
+
+def exchanges_between_slices(program):
+  compiled = program.trace().lower().compile()
+  return [x for x in count_compiled(compiled.as_text()).exchanges if x.between_slices]
 
 
 @pytest.mark.parametrize(
