@@ -1,5 +1,6 @@
 """The policy: architecture, adapters, scoring, cached decode, reward model, sharding, public weights, tokenizers."""
 
+from async_rl.models._attention import RAGGED_BLOCK
 from async_rl.models._attention import cache_attention
 from async_rl.models._attention import self_attention
 from async_rl.models._families import FAMILIES

@@ -35,8 +35,8 @@ from async_rl.models._sharding import constrain
 
 Array = jax.Array
 Params = dict[str, Any]
-#: Keys and values of one layer, each [B, N, S, d].
-Cache = tuple[tuple[Array, Array], ...]
+#: Of each layer the keys and the values, each [B, N, S, d]; both in one array [B, 2N, S, d] with the backend "ragged".
+Cache = tuple[tuple[Array, ...], ...]
 
 #: The intermediates of a layer that the backward pass does not recompute, by `Policy.remat`; `None` for all.
 _SAVED: dict[str, tuple[str, ...] | None] = {
@@ -159,7 +159,8 @@ class Policy:
     config: the architecture.
     dtype: the dtype of activations and of the weights at use, "float32" or "bfloat16". Norms, softmax, rotary angles
       and logits are float32 regardless.
-    attention: the backend of whole-row attention, see `async_rl.models.self_attention`.
+    attention: the backend of attention, see `async_rl.models.self_attention`. "ragged" is "splash" for whole rows, and
+      for decode steps the TPU kernel that reads the filled part of the cache, see `cache_backend`.
     remat: the part of a layer that the backward pass recomputes, from fast to small: "none"; "projections", all but
       matrix products and attention; "attention", all but attention; "full", each layer.
     mesh: the devices on which activations are laid out: rows over ("data", "fsdp"), heads, features and vocabulary
@@ -211,7 +212,7 @@ class Policy:
     return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=False))[0]
 
   def prefill(self, params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[Array, Cache]:
-    """Returns `hidden`, and the keys and values of every layer, each [B, N, T, d]."""
+    """Returns `hidden`, and the keys and values of every layer, as `init_cache` arranges them, S = T."""
     return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=True))
 
   def decode(self, params: Params, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
@@ -221,7 +222,7 @@ class Policy:
       params: the parameters, unstacked (stacked ones work, at the cost of a copy of every layer).
       tokens: int32 [B], one new token per row.
       positions: int32 [B], the position of each token, < S.
-      cache: the keys and values of L layers, each [B, N, S, d].
+      cache: the keys and values of L layers, from `init_cache`.
 
     Returns:
       The hidden states [B, D] that predict the next token, and the cache with this token in it.
@@ -230,16 +231,17 @@ class Policy:
     rows = jnp.arange(tokens.shape[0])
 
     def attend(kv, local, q, k, v):
-      keys, values = (x.at[rows, :, positions].set(new.astype(x.dtype)) for x, new in zip(kv, (k, v), strict=True))
+      new = _attention.arrange(k, v, self.cache_backend)
+      kv = tuple(x.at[rows, :, positions].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
       out = _attention.cache_attention(
-        q, keys, values, positions,
+        q, kv, positions,
         scale=self._scale,
         window=self.config.sliding_window if local else None,
         softcap=self.config.attention_softcap,
         backend=self.cache_backend,
         mesh=self.mesh,
       )  # fmt: skip
-      return out, (keys, values)
+      return out, kv
 
     ends = self._ends(params)
     x = ends.encode(tokens, self.mesh)
@@ -253,8 +255,10 @@ class Policy:
 
   def init_cache(self, batch: int, length: int) -> Cache:
     """Returns an empty cache of `batch` rows and `length` positions, of distinct arrays that can be donated."""
-    shape = (batch, self.config.num_kv_heads, length, self.config.head_dim)
-    return tuple((jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self.config.num_layers))
+    joined = self.cache_backend == "ragged"
+    shape = (batch, self.config.num_kv_heads * (2 if joined else 1), length, self.config.head_dim)
+    arrays = range(1 if joined else 2)
+    return tuple(tuple(jnp.zeros(shape, self._dtype) for _ in arrays) for _ in range(self.config.num_layers))
 
   def unembedding(self, params: Params) -> Array:
     """Returns the matrix [D, V] from hidden states to logits, in the parameters' dtype."""
@@ -278,8 +282,10 @@ class Policy:
       self.attention_backend,
       dtype=self.dtype,
       head_dim=c.head_dim,
+      num_kv_heads=c.num_kv_heads,
       window=c.sliding_window,
       softcap=c.attention_softcap,
+      mesh=self.mesh,
     )
 
   # The rest is private.
@@ -330,7 +336,7 @@ class Policy:
         mesh=self.mesh,
       )  # fmt: skip
       out = checkpoint_name(out, "attention")
-      return out, (k.swapaxes(1, 2), v.swapaxes(1, 2)) if keep else None
+      return out, tuple(x.swapaxes(1, 2) for x in _attention.arrange(k, v, self.cache_backend)) if keep else None
 
     return attend
 

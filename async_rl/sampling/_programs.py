@@ -176,8 +176,8 @@ class Programs:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
   def _layer(self, rows: int, length: int, sharding: NamedSharding | Format) -> Any:
-    shape = (rows, self._policy.config.num_kv_heads, length, self._policy.config.head_dim)
-    return (jax.ShapeDtypeStruct(shape, self._policy.dtype, sharding=sharding),) * 2
+    layer = jax.eval_shape(lambda: self._policy.init_cache(rows, length)[0])
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in layer)
 
 
 def _cache_format(heads: NamedSharding, backend: str) -> NamedSharding | Format:

@@ -28,6 +28,8 @@ class Pretrained:
   remat: str = "attention"
   #: Compute dtype, float32 or bfloat16.
   dtype: str = "bfloat16"
+  #: Backend of attention: auto, xla, cudnn (GPUs), splash (TPUs), or ragged (splash, and its own kernel to decode).
+  attention: str = "auto"
 
   def tokenizer(self) -> models.Tokenizer:
     """Loads their tokenizer."""
@@ -35,8 +37,11 @@ class Pretrained:
 
   def policy(self) -> models.Policy:
     """Returns their architecture."""
+    return self._policy(_open(self.weights).config)
+
+  def _policy(self, config: models.ModelConfig) -> models.Policy:
     lora = models.LoRA(self.lora_rank) if self.lora_rank else None
-    return models.Policy(_open(self.weights).config, dtype=self.dtype, remat=self.remat, lora=lora)
+    return models.Policy(config, self.dtype, self.attention, self.remat, lora=lora)
 
   def load(self, run: StageInputs) -> models.Params:
     """Loads them onto the learner mesh; a stage."""

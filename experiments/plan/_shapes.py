@@ -34,8 +34,7 @@ class Shape(Pretrained):
 
   def policy(self) -> models.Policy:
     """Returns the architecture."""
-    lora = models.LoRA(self.lora_rank) if self.lora_rank else None
-    return models.Policy(models.named(self.weights), dtype=self.dtype, remat=self.remat, lora=lora)
+    return self._policy(models.named(self.weights))
 
 
 def with_model(options: Any, name: str) -> Any:

@@ -144,7 +144,7 @@ def test_shapes_that_cudnn_refuses_are_left_to_the_compiler(dtype, length, width
   ("platform", "capability", "head_dim", "expected"),
   [
     ("cpu", None, 128, "xla"),
-    ("tpu", None, 128, "splash"),
+    ("tpu", None, 128, "ragged"),
     ("gpu", "7.5", 64, "xla"),
     ("gpu", "8.0", 128, "cudnn"),
     ("gpu", "8.9", 256, "xla"),
