@@ -162,7 +162,7 @@ def _estimate(plan: Plan, times: tuple[float, float, float, float], candidate: _
   read = weights * generation["tensor"] / candidate.tensor
   held = cache * candidate.slots / options["slots"] * own / candidate.generation
   step, decode, prefill, gather = times
-  decode *= (read + held) / (weights + cache)
+  decode *= (read + plan.read_share * held) / (weights + plan.read_share * cache)
   pace = _pace(
     plan, step * row_devices / candidate.learners, decode, prefill * own / candidate.generation, gather, candidate.slots
   )

@@ -66,7 +66,12 @@ class _Step(NamedTuple):
 
 
 def count_traced(
-  jaxpr: core.ClosedJaxpr, turns: float = 1, *, devices: int = 1, shares: Sequence[float] | None = None
+  jaxpr: core.ClosedJaxpr,
+  turns: float = 1,
+  *,
+  devices: int = 1,
+  shares: Sequence[float] | None = None,
+  filled: float | None = None,
 ) -> tuple[list[Operation], list[Operation]]:
   """Counts a traced program on one of its devices, over which its values are assumed to be split evenly.
 
@@ -75,6 +80,7 @@ def count_traced(
     turns: the turns of loops whose number depends on data.
     devices: the number of devices that the program runs on.
     shares: the share of each argument that a device holds; `None` for all of it on one device.
+    filled: the mean of the filled positions of a row of a cache, for kernels that read no others; `None` for all.
 
   Returns:
     The operations outside of kernels, and the kernels.
@@ -83,7 +89,7 @@ def count_traced(
   arguments = [
     _Value(v.aval, share) for v, share in zip(jaxpr.jaxpr.invars, shares or [1.0] * len(jaxpr.in_avals), strict=True)
   ]
-  _count(jaxpr.jaxpr, arguments, _Scope(1.0, turns, 1 / devices), found)
+  _count(jaxpr.jaxpr, arguments, _Scope(1.0, turns, 1 / devices, filled), found)
   return found
 
 
@@ -94,11 +100,13 @@ class _Scope(NamedTuple):
     times: the times that it runs.
     turns: the turns of loops whose number depends on data.
     share: the share of a computed value that a device holds.
+    filled: the filled positions of a row of a cache; `None` for all.
   """
 
   times: float
   turns: float
   share: float
+  filled: float | None
 
 
 def _count(jaxpr: Any, arguments: list[_Value], scope: _Scope, found: tuple[list[Operation], list[Operation]]) -> None:
@@ -112,7 +120,7 @@ def _count(jaxpr: Any, arguments: list[_Value], scope: _Scope, found: tuple[list
       for inner, operands, within in _bodies(step, scope):
         _count(inner, operands, within, found)
     elif step.name == "pallas_call":
-      found[1].append(_kernel(step, scope.times))
+      found[1].append(_kernel(step, scope))
     elif step.alone:
       found[0].append(_operation(step, scope))
 
@@ -209,15 +217,30 @@ def product_flops(eqn: Any) -> float:
   return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
 
 
-def _kernel(step: _Step, times: float) -> Operation:
+def _kernel(step: _Step, scope: _Scope) -> Operation:
   """Counts a kernel: the products of a block, times the blocks that are computed."""
   params = step.eqn.params
+  if "ragged_paged" in str(params.get("name")):
+    return _decode_kernel(step, scope)
   grid = params["grid_mapping"].grid
   blocks = math.prod(grid)
   if "splash" in str(params.get("name")) and grid[-1] == grid[-2]:
     blocks *= (grid[-1] + 1) / (2 * grid[-1])  # blocks above the diagonal are skipped
   flops = sum(product_flops(eqn) for eqn in _all_eqns(params["jaxpr"]))
-  return Operation(flops * blocks, sum(x.nbytes for x in (*step.reads, *step.makes)), times, "bfloat16")
+  return Operation(flops * blocks, sum(x.nbytes for x in (*step.reads, *step.makes)), scope.times, "bfloat16")
+
+
+def _decode_kernel(step: _Step, scope: _Scope) -> Operation:
+  """Counts the kernel of decode steps: it reads the blocks of a row that hold something, half of the last in vain."""
+  inputs = [v.aval for v in step.eqn.invars]
+  rows, pages = inputs[1].shape
+  cache = inputs[-1]  # [rows * pages, page, heads, width]
+  buffer = next(v.aval.shape for v in step.eqn.params["jaxpr"].invars if len(v.aval.shape) == 5)
+  block, length = buffer[1] * buffer[2], pages * cache.shape[1]
+  read = length if scope.filled is None else min(length, scope.filled + block / 2)
+  flops = sum(product_flops(eqn) for eqn in _all_eqns(step.eqn.params["jaxpr"])) * cache.shape[2] / buffer[3]
+  others = sum(x.nbytes for x in (*step.reads, *step.makes)) - _nbytes(cache)
+  return Operation(flops * rows * read / block, others + _nbytes(cache) * read / length, scope.times, "bfloat16")
 
 
 def _all_eqns(jaxpr: Any) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from async_rl import models
 from async_rl import runtime
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
@@ -46,7 +47,14 @@ def loop_turns(request: Request, experiment: runtime.Experiment, program: str) -
   return micro_batches(experiment, request.prompt_tokens + request.completion_tokens)
 
 
-def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: float, compiles: bool) -> Summary:
+def filled_positions(request: Request) -> float:
+  """Returns the mean of the filled positions of a row of the cache, over the decode steps of a sample."""
+  return request.prompt_tokens + request.completion_tokens / 2
+
+
+def measure(
+  program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: float, filled: float, compiles: bool
+) -> Summary:
   """Returns the costs of a program.
 
   Args:
@@ -54,6 +62,7 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
     chip: the chip.
     devices: the devices of its mesh.
     turns: the turns of loops that depend on data.
+    filled: the filled positions of a row of the cache.
     compiles: whether to compile it, and keep its costs for the next time; otherwise the traced program is counted.
 
   Raises:
@@ -61,14 +70,14 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
   """
   traced = program.trace()
   if not compiles:
-    return summarize(*_count_traced(program, traced, turns, len(devices)), [], chip, devices, {})
+    return summarize(*_count_traced(program, traced, turns, filled, len(devices)), [], chip, devices, {})
   lowered = traced.lower()
-  file = cache_folder() / f"{_key(lowered.as_text(), chip, devices, turns)}.json"
+  file = cache_folder() / f"{_key(lowered.as_text(), chip, devices, turns, filled)}.json"
   if file.exists():
     return Summary(**json.loads(file.read_text()))
   compiled = lowered.compile()
   memory = compiled.memory_analysis()
-  operations, kernels = _count_traced(program, traced, turns, len(devices))
+  operations, kernels = _count_traced(program, traced, turns, filled, len(devices))
   exchanges: list[_hlo_costs.Exchange] = []
   text = _text_of(compiled)
   if text is not None:
@@ -94,7 +103,7 @@ def measure(program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: 
 
 
 def _count_traced(
-  program: runtime.RunProgram, traced: jax.stages.Traced, turns: float, devices: int
+  program: runtime.RunProgram, traced: jax.stages.Traced, turns: float, filled: float, devices: int
 ) -> tuple[list[Operation], list[Operation]]:
   """Returns the operations and kernels of one of the devices, which hold resident arrays as these are sharded."""
   known = {
@@ -102,7 +111,7 @@ def _count_traced(
     for x in jax.tree.leaves(program.resident)
   }
   shares = [known.get((x.shape, x.dtype), 1 / devices) for x in traced.jaxpr.in_avals]
-  return _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=devices, shares=shares)
+  return _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=devices, shares=shares, filled=filled)
 
 
 def _text_of(compiled: jax.stages.Compiled) -> str | None:
@@ -113,13 +122,30 @@ def _text_of(compiled: jax.stages.Compiled) -> str | None:
     return None
 
 
-def _key(text: str, chip: Chip, devices: list[Any], turns: float) -> str:
+def _key(text: str, chip: Chip, devices: list[Any], turns: float, filled: float) -> str:
   """Returns a name of a program for a set of devices, of the compiler, and of the code that counts."""
   text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
   places = [(d.id, d.process_index, getattr(d, "coords", None), getattr(d, "slice_index", 0)) for d in devices]
   code = "".join(file.read_text() for file in sorted(pathlib.Path(__file__).parent.glob("*.py")))
-  parts = (text, str(chip), str(places), str(turns), code, importlib.metadata.version("libtpu"), jax.__version__)
+  lengths = f"{turns} {filled}"
+  parts = (text, str(chip), str(places), lengths, code, importlib.metadata.version("libtpu"), jax.__version__)
   return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def cache_reads(request: Request, experiment: runtime.Experiment, trace: runtime.RunTrace) -> dict[str, float]:
+  """Returns the bytes of the cache that a decode step reads on a TPU chip, by backend, the run's own first.
+
+  XLA reads all positions of the cache, here the longest. The ragged kernel, which does not take all heads, reads the
+  blocks that hold something, half of the last one in vain.
+  """
+  if not request.target.chip.is_tpu:
+    return {}
+  whole = float(runtime.bytes_per_device(trace.resident["generation"]["cache"]))
+  filled = (filled_positions(request) + models.RAGGED_BLOCK / 2) / experiment.sampler_config.capacity
+  reads = {"xla": whole, "ragged": whole * min(1.0, filled)}
+  policy = dataclasses.replace(experiment.policy, mesh=trace.meshes.generation)
+  backends = [dataclasses.replace(policy, attention=name).cache_backend for name in (policy.attention, "ragged", "xla")]
+  return {name: reads[name] for name in backends if name in reads}
 
 
 def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -135,6 +161,7 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     meshes={side: dict(mesh.shape) for side, mesh in sides.items()},
     hosts=len({d.process_index for d in trace.meshes.learner.devices.flat}),
     colocated=trace.meshes.colocated,
+    cache_reads=cache_reads(request, experiment, trace),
     layers=experiment.policy.config.num_layers,
     parameters=sum(x.size for x in jax.tree.leaves(experiment.policy.abstract())),
     programs=list(trace.programs),
@@ -150,7 +177,8 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     }
     try:
       devices = list(sides[program.side].devices.flat)
-      summary = measure(program, target.chip, devices, loop_turns(request, experiment, name), request.compiles)
+      turns, filled = loop_turns(request, experiment, name), filled_positions(request)
+      summary = measure(program, target.chip, devices, turns, filled, request.compiles)
       result["costs"] = dataclasses.asdict(summary)
     except Exception as error:
       result["error"] = f"{type(error).__name__}: {error}"

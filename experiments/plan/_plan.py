@@ -51,6 +51,8 @@ class Plan:
     hosts: the number of hosts that learn.
     colocated: whether both sides share their devices.
     resident: for each side, the bytes that a chip holds all the time, by kind; padding aside.
+    cache_reads: the bytes of the cache that a decode step reads on a TPU chip, by backend of attention, the one that
+      the run uses first.
     programs: the programs.
   """
 
@@ -62,6 +64,7 @@ class Plan:
   hosts: int
   colocated: bool
   resident: dict[str, dict[str, float]]
+  cache_reads: dict[str, float]
   programs: list[Program]
 
   @property
@@ -72,6 +75,12 @@ class Plan:
   def program(self, name: str) -> Program:
     """Returns a program by its name."""
     return next(program for program in self.programs if program.name == name)
+
+  @property
+  def read_share(self) -> float:
+    """Returns the share of the cache that a decode step reads."""
+    reads = list(self.cache_reads.values())
+    return reads[0] / max(reads) if reads else 1.0
 
   def stays(self, side: str) -> float:
     """Returns the bytes that stay in the memory of a chip of one side; of both, where they share their devices."""
@@ -113,6 +122,10 @@ def make_plan(request: Request, limit: float, depths: tuple[int, int] | None = N
       side: {kind: _along(size, heads[1]["resident"][side][kind], depths, wanted) for kind, size in kinds.items()}
       for side, kinds in heads[0]["resident"].items()
     },
+    "cache_reads": {
+      backend: _along(read, heads[1]["cache_reads"][backend], depths, wanted)
+      for backend, read in heads[0]["cache_reads"].items()
+    },
   }
   return _assemble(request, head, found, depths)
 
@@ -139,6 +152,7 @@ def _assemble(request: Request, head: dict[str, Any], found: list[dict[str, Any]
     head["hosts"],
     head["colocated"],
     head["resident"],
+    head["cache_reads"],
     [],
   )
   decoding = [results.get("decode", {}) for results in found]

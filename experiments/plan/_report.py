@@ -83,6 +83,9 @@ def _programs(plan: Plan) -> Iterator[str]:
       f"not readable with this jaxlib, so counted before compilation and without exchanges: {', '.join(unread)}; "
       "install the libtpu that jax[tpu] names"
     )
+  if plan.cache_reads:
+    own, *others = (f"{nbytes / 1e9:.2f} GB with attention {name}" for name, nbytes in plan.cache_reads.items())
+    yield f"a decode step reads of the cache {own}{''.join(f'; it would be {other}' for other in others)}"
   yield (
     f"needs: GiB of a chip with all that stays there; TFLOP, GB of memory traffic, GB sent and ms: of a chip, of one "
     f"call ({plan.request.options['decode_chunk']} tokens of every slot, one layer of put)"

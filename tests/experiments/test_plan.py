@@ -145,7 +145,7 @@ def test_micro_batches_hold_as_many_sequences_as_their_rows_have_room_for():
   assert _request.micro_batches(experiment, 1) == 1
 
 
-def plan_of(step, decode, *, slots=64, cache=2.0, hosts=1, **options):
+def plan_of(step, decode, *, slots=64, cache=2.0, hosts=1, reads=None, **options):
   """A plan of eight chips of one host, or four of each of several, half of which learn; sizes in GiB."""
   arguments = ("gsm8k", "--topology", "v5e:2x4" if hosts == 1 else "v5e:4x4", "--model", "qwen3-0.6b", "--slots")
   flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -167,6 +167,7 @@ def plan_of(step, decode, *, slots=64, cache=2.0, hosts=1, **options):
       "learner": {"parameters": 2**30, "optimizer": 2 * 2**30},
       "generation": {"weights": 2**30, "cache": cache * 2**30},
     },
+    cache_reads=reads or {},
     programs=[
       _plan.Program(
         name, sides.get(name, "generation"), _summary.Summary(local_seconds=seconds), 2**30, 2**29, None, 0.0
@@ -201,6 +202,9 @@ def test_the_best_split_gives_chips_to_the_slower_side():
     learners = 8 - split.options["generation_devices"]
     assert learners % split.options["fsdp"] == split.options["rows"] % learners == 0
     assert max(split.learner_bytes, split.generation_bytes) <= 15.75 * 2**30
+  # With attention that reads a part of the cache, slots cost less.
+  reading_less = _balance.best_split(plan_of(step=1.0, decode=0.01, reads={"ragged": 2**29, "xla": 2**31}))
+  assert reading_less.pace.tokens > slow_sampler.pace.tokens
   # Four hosts of four v5e chips cannot give three of them to generation.
   assert _balance.best_split(plan_of(step=1.0, decode=0.01, hosts=4)).options["generation_devices"] == 2
 

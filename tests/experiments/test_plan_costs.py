@@ -114,6 +114,23 @@ def test_an_attention_kernel_skips_what_no_token_sees():
   assert total(operations) == 0
 
 
+def test_the_decode_kernel_reads_the_blocks_that_are_filled():
+  """Half of the last block in vain; it multiplies the queries of eight rows with every block."""
+  rows, length, heads, groups, width, filled = 16, 1024, 4, 2, 128, 300
+  q = jax.ShapeDtypeStruct((rows, heads, width), jnp.bfloat16)
+  cache = jax.ShapeDtypeStruct((rows, 2 * groups, length, width), jnp.bfloat16)
+  attend = functools.partial(models.cache_attention, scale=1.0, backend="ragged")
+  traced = jax.jit(attend).trace(q, (cache,), jax.ShapeDtypeStruct((rows,), jnp.int32))
+  read = filled + models.RAGGED_BLOCK / 2
+  operations, (kernel,) = _jaxpr_costs.count_traced(traced.jaxpr, filled=filled)
+  assert kernel.flops * kernel.times == 2 * 2 * rows * 8 * heads * width * read
+  positions, queries = 2 * 2 * rows * groups * width, 2 * 2 * rows * heads * width  # bytes of each, and of results
+  assert kernel.nbytes == pytest.approx(positions * read + queries, rel=0.01)
+  _, (whole,) = _jaxpr_costs.count_traced(traced.jaxpr)
+  assert whole.nbytes == pytest.approx(positions * length + queries, rel=0.01)
+  assert total(operations) == 0
+
+
 def test_devices_share_the_work():
   mesh = make_mesh(data=4, tensor=2)
   rows, table = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec(None, "tensor"))

@@ -1,9 +1,12 @@
 """Programs of runs compile for TPUs, and nothing makes them slow or large there. Runs where `libtpu` is installed."""
 
+import dataclasses
+
 import pytest
 from studies import tpu_gate
 
 from experiments.plan import __main__ as command
+from experiments.plan import _measure
 
 pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
 
@@ -18,6 +21,26 @@ def _costs_are_kept_beside_compiled_programs(monkeypatch):
 def test_programs_compile_and_update_in_place_and_gather_no_parameters(check):
   """Of all cases and programs, `python tests/studies/tpu_gate.py` shows it."""
   assert tpu_gate.find_faults(check.case, check.programs) == []
+
+
+@pytest.mark.usefixtures("tpu_chips")
+def test_a_plan_tells_what_a_decode_step_reads_of_the_cache_with_each_backend():
+  """The einsum all positions, here 576; the kernel those that are filled, 224 in the mean, and half a block."""
+  arguments = ["gsm8k", "--topology", "v5e:2x4", "--model", "qwen3-0.6b", "--slots", "64", "--no-compile"]
+
+  def counted(*options):
+    name, wanted, chosen = command.parse([*arguments, *options])
+    request = dataclasses.replace(command.request_of(name, wanted, chosen), layers=2)
+    head, _, result = _measure.messages(request, ["decode"])
+    return head["cache_reads"], result["costs"]["nbytes"] / chosen.rollout.decode_chunk
+
+  kernel, kernel_bytes = counted()
+  einsum, einsum_bytes = counted("--attention", "splash")
+  assert list(kernel) == ["ragged", "xla"] == list(einsum)[::-1]
+  assert kernel == einsum
+  assert kernel["ragged"] / kernel["xla"] == (160 + 128 / 2 + 256 / 2) / 576
+  difference = kernel["xla"] - kernel["ragged"]
+  assert difference < einsum_bytes - kernel_bytes < 1.5 * difference  # and the probabilities of all positions
 
 
 def test_splits_of_several_slices_are_refused_with_the_one_that_works(capsys):
