@@ -139,44 +139,66 @@ def cache_backend(
 ) -> str:  # fmt: skip
   """Returns the backend that `cache_attention` uses where `self_attention` uses `backend`.
 
-  "ragged" takes heads that are 128 wide, whose keys and values on each device fill whole tiles: 1, 2, 4 or 8 words of
-  32 bits, in half precision also multiples of 8; with one word, any multiple of 128. cuDNN's decode kernel takes half
-  precision and heads of a multiple of 8, without windows and soft-caps; all layers of a model must use it or none,
-  since it wants the cache position by position in memory. Everything else is "xla".
+  "ragged" takes what `cache_arrays` can fill up. cuDNN's decode kernel takes half precision and heads of a multiple of
+  8, without windows and soft-caps; all layers of a model must use it or none, since it wants the cache position by
+  position in memory. Everything else is "xla".
   """
   if backend == "ragged":
-    tensor = 1 if mesh is None else mesh.shape.get("tensor", 1)
-    heads = num_kv_heads // tensor if num_kv_heads % tensor == 0 else num_kv_heads
-    size = jnp.dtype(dtype).itemsize
-    words = heads * size / 2
-    wide = head_dim == 128 or (head_dim % 128 == 0 and words == 1)
-    return "ragged" if wide and (words in (1, 2, 4, 8) or (words % 8 == 0 and size == 2)) else "xla"
+    return "ragged" if _ragged_array(num_kv_heads, head_dim, dtype, mesh) else "xla"
   half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
   plain = window is None and softcap is None
   return "cudnn" if backend == "cudnn" and half and plain and head_dim % 8 == 0 else "xla"
 
 
-def arrange(k: Array, v: Array, backend: str) -> tuple[Array, ...]:
-  """Returns keys and values, each [..., N, d], as the caches of a backend hold them.
+def cache_arrays(
+  backend: str, *, dtype: str, head_dim: int, num_kv_heads: int, mesh: Mesh | None = None
+) -> tuple[tuple[int, int], ...]:
+  """Returns the number and the width of the heads in each array that holds a layer's cache, with a `cache_backend`.
 
-  Returns:
-    With "ragged" one array [..., 2N, d], in which those of head n are 2n and 2n + 1; otherwise both.
+  Keys and values have an array each, but with "ragged" they share one. That is filled up as TPUs fill up arrays in any
+  case: to a width of 128, and in half precision to 1, 2, 4 or a multiple of 8 pairs of a key and a value; in float32 to
+  1, 2 or 4. What the kernel does not take: more heads in float32, several that are wider than 128, and other numbers of
+  heads on the devices of a mesh's "tensor" axis that split them.
   """
-  if backend != "ragged":
+  array = _ragged_array(num_kv_heads, head_dim, dtype, mesh) if backend == "ragged" else None
+  return ((num_kv_heads, head_dim),) * 2 if array is None else (array,)
+
+
+def _ragged_array(num_kv_heads: int, head_dim: int, dtype: str, mesh: Mesh | None) -> tuple[int, int] | None:
+  tensor = 1 if mesh is None else mesh.shape.get("tensor", 1)
+  split = num_kv_heads % tensor == 0 and tensor > 1
+  own = num_kv_heads // tensor if split else num_kv_heads
+  half = jnp.dtype(dtype).itemsize == 2
+  pairs = next((n for n in (1, 2, 4, *range(8, own + 8, 8)) if n >= own), own)
+  width = -(-head_dim // 128) * 128
+  refused = (split and pairs != own) or (pairs > 4 and not half) or (width > 128 and (pairs > 1 or not half))
+  return None if refused else (2 * (num_kv_heads if split else pairs), width)
+
+
+def arrange(k: Array, v: Array, arrays: tuple[tuple[int, int], ...]) -> tuple[Array, ...]:
+  """Returns keys and values, each [..., N, d], in the arrays of `cache_arrays`.
+
+  In a shared one, those of head n are 2n and 2n + 1.
+  """
+  if len(arrays) == 2:
     return k, v
-  return (jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], -1, k.shape[-1]),)
+  ((heads, width),) = arrays
+  both = jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], -1, k.shape[-1])
+  filling = [(0, 0)] * (k.ndim - 2) + [(0, heads - both.shape[-2]), (0, width - both.shape[-1])]
+  return (jnp.pad(both, filling),)
 
 
 def cache_attention(
-  q: Array, kv: tuple[Array, ...], positions: Array, *, scale: float, window: int | None = None,
+  q: Array, kv: tuple[Array, ...], positions: Array, *, num_kv_heads: int, scale: float, window: int | None = None,
   softcap: float | None = None, backend: str = "xla", mesh: Mesh | None = None,
 ) -> Array:  # fmt: skip
   """Attends from one new token per row to a cache that already holds it.
 
   Args:
     q: [B, H, d].
-    kv: keys and values, each [B, N, S, d]; for "ragged" in one array [B, 2N, S, d], as `arrange` puts them.
+    kv: keys and values, each [B, N, S, d]; for "ragged" in one array [B, n, S, w], see `cache_arrays`.
     positions: int32 [B], the index of the new token; later entries of the cache are ignored.
+    num_kv_heads: N.
     scale: the scale of the logits.
     window: the number of latest positions that are visible, as in `self_attention`.
     softcap: the c in c * tanh(logits / c).
@@ -189,9 +211,9 @@ def cache_attention(
     [B, H, d] in q's dtype.
   """
   if backend != "xla":
-    kernel = _cache_kernel(backend, scale, window, softcap)
+    kernel = _cache_kernel(backend, q.shape[1] // num_kv_heads, scale, window, softcap)
     if mesh is not None:
-      split = fit_sharding(mesh, (ROWS, "tensor"), (q.shape[0], len(kv) * kv[0].shape[1] // 2)).spec
+      split = fit_sharding(mesh, (ROWS, "tensor"), (q.shape[0], num_kv_heads)).spec
       specs = (*[split] * (1 + len(kv)), PartitionSpec(split[0]))
       kernel = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
     return kernel(q, *kv, positions)
@@ -207,12 +229,16 @@ def cache_attention(
   return jnp.einsum("bngs,bnsd->bngd", probs, v).reshape(q.shape).astype(q.dtype)
 
 
-def _cache_kernel(backend: str, scale: float, window: int | None, softcap: float | None) -> Callable[..., Array]:
+def _cache_kernel(
+  backend: str, queries: int, scale: float, window: int | None, softcap: float | None
+) -> Callable[..., Array]:
   if backend == "cudnn":
     return functools.partial(_cudnn_cache_attention, scale=scale)
   from async_rl.models._ragged_attention import ragged_attention  # takes a third of a second to import
 
-  return functools.partial(ragged_attention, scale=scale, window=window, softcap=softcap, block=RAGGED_BLOCK)
+  return functools.partial(
+    ragged_attention, queries=queries, scale=scale, window=window, softcap=softcap, block=RAGGED_BLOCK
+  )
 
 
 def _cudnn_cache_attention(q: Array, k: Array, v: Array, positions: Array, *, scale: float) -> Array:

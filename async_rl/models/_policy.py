@@ -35,7 +35,7 @@ from async_rl.models._sharding import constrain
 
 Array = jax.Array
 Params = dict[str, Any]
-#: Of each layer the keys and the values, each [B, N, S, d]; both in one array [B, 2N, S, d] with the backend "ragged".
+#: Of each layer the keys and the values, each [B, N, S, d]; with the backend "ragged" both in one array [B, n, S, w].
 Cache = tuple[tuple[Array, ...], ...]
 
 #: The intermediates of a layer that the backward pass does not recompute, by `Policy.remat`; `None` for all.
@@ -231,10 +231,11 @@ class Policy:
     rows = jnp.arange(tokens.shape[0])
 
     def attend(kv, local, q, k, v):
-      new = _attention.arrange(k, v, self.cache_backend)
+      new = _attention.arrange(k, v, self._cache_arrays)
       kv = tuple(x.at[rows, :, positions].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
       out = _attention.cache_attention(
         q, kv, positions,
+        num_kv_heads=self.config.num_kv_heads,
         scale=self._scale,
         window=self.config.sliding_window if local else None,
         softcap=self.config.attention_softcap,
@@ -255,10 +256,8 @@ class Policy:
 
   def init_cache(self, batch: int, length: int) -> Cache:
     """Returns an empty cache of `batch` rows and `length` positions, of distinct arrays that can be donated."""
-    joined = self.cache_backend == "ragged"
-    shape = (batch, self.config.num_kv_heads * (2 if joined else 1), length, self.config.head_dim)
-    arrays = range(1 if joined else 2)
-    return tuple(tuple(jnp.zeros(shape, self._dtype) for _ in arrays) for _ in range(self.config.num_layers))
+    shapes = [(batch, heads, length, width) for heads, width in self._cache_arrays]
+    return tuple(tuple(jnp.zeros(shape, self._dtype) for shape in shapes) for _ in range(self.config.num_layers))
 
   def unembedding(self, params: Params) -> Array:
     """Returns the matrix [D, V] from hidden states to logits, in the parameters' dtype."""
@@ -289,6 +288,13 @@ class Policy:
     )
 
   # The rest is private.
+
+  @property
+  def _cache_arrays(self) -> tuple[tuple[int, int], ...]:
+    c = self.config
+    return _attention.cache_arrays(
+      self.cache_backend, dtype=self.dtype, head_dim=c.head_dim, num_kv_heads=c.num_kv_heads, mesh=self.mesh
+    )
 
   @property
   def _dtype(self) -> jnp.dtype:
@@ -336,7 +342,7 @@ class Policy:
         mesh=self.mesh,
       )  # fmt: skip
       out = checkpoint_name(out, "attention")
-      return out, tuple(x.swapaxes(1, 2) for x in _attention.arrange(k, v, self.cache_backend)) if keep else None
+      return out, tuple(x.swapaxes(1, 2) for x in _attention.arrange(k, v, self._cache_arrays)) if keep else None
 
     return attend
 

@@ -16,7 +16,15 @@ _LARGEST_TABLE = 2**17  # numbers of pages, half of a chip's scalar memory; each
 
 
 def ragged_attention(
-  q: Array, kv: Array, positions: Array, *, scale: float, window: int | None, softcap: float | None, block: int
+  q: Array,
+  kv: Array,
+  positions: Array,
+  *,
+  queries: int,
+  scale: float,
+  window: int | None,
+  softcap: float | None,
+  block: int,
 ) -> Array:
   """Computes `cache_attention` on one device and reads, of each row, only the blocks that hold something.
 
@@ -25,8 +33,9 @@ def ragged_attention(
 
   Args:
     q: [B, H, d].
-    kv: [B, 2N, S, d], S a multiple of 16.
+    kv: [B, n, S, w], S a multiple of 16, n at least 2N, w at least d; see `cache_arrays`.
     positions: int32 [B], the index of the new token.
+    queries: H / N, the query heads of a key.
     scale: the scale of the logits.
     window: the number of latest positions that are visible; `None` shows all.
     softcap: the c in c * tanh(logits / c).
@@ -38,6 +47,8 @@ def ragged_attention(
   batch, heads, length, width = kv.shape
   page = math.gcd(length, block)
   pages = length // page
+  missing = heads // 2 * queries - q.shape[1]
+  filled = jnp.pad(q, ((0, 0), (0, missing), (0, width - q.shape[2])))
   cache = kv.swapaxes(1, 2).reshape(batch * pages, page, heads, width)
   table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
 
@@ -59,4 +70,5 @@ def ragged_attention(
 
   rows = max(1, _LARGEST_TABLE // (-(-pages // _LANES) * _LANES))
   parts = [slice(i, i + rows) for i in range(0, batch, rows)]
-  return jnp.concatenate([attend(q[part], positions[part] + 1, table[part]) for part in parts])
+  out = jnp.concatenate([attend(filled[part], positions[part] + 1, table[part]) for part in parts])
+  return out[:, : q.shape[1], : q.shape[2]]

@@ -22,7 +22,7 @@ from async_rl.sampling._sampler_config import SamplerConfig
 from async_rl.types import NO_VERSION
 
 Array = jax.Array
-#: Keys and values of one layer, each [B, N, S, d], or both in one array [B, 2N, S, d].
+#: Keys and values of one layer, each [B, N, S, d], or both in one array.
 KeyValues = tuple[Array, ...]
 
 

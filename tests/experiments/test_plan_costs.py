@@ -119,7 +119,7 @@ def test_the_decode_kernel_reads_the_blocks_that_are_filled():
   rows, length, heads, groups, width, filled = 16, 1024, 4, 2, 128, 300
   q = jax.ShapeDtypeStruct((rows, heads, width), jnp.bfloat16)
   cache = jax.ShapeDtypeStruct((rows, 2 * groups, length, width), jnp.bfloat16)
-  attend = functools.partial(models.cache_attention, scale=1.0, backend="ragged")
+  attend = functools.partial(models.cache_attention, num_kv_heads=groups, scale=1.0, backend="ragged")
   traced = jax.jit(attend).trace(q, (cache,), jax.ShapeDtypeStruct((rows,), jnp.int32))
   read = filled + models.RAGGED_BLOCK / 2
   operations, (kernel,) = _jaxpr_costs.count_traced(traced.jaxpr, filled=filled)

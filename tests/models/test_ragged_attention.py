@@ -15,24 +15,26 @@ from async_rl import rollout
 from async_rl.models import _attention
 from async_rl.models import _ragged_attention
 
-WIDTH = 128
+WIDTH = 128  # of those heads that need no filling up
 
 pytestmark = pytest.mark.usefixtures("interpreted_kernels")
 
 
-def inputs(batch=5, heads=4, groups=2, length=48, dtype=jnp.float32):
+def inputs(batch=5, heads=4, groups=2, length=48, width=WIDTH, dtype=jnp.float32):
   """Queries, a cache whose later entries are arbitrary, and positions: of a free row, within and at the end."""
   random = np.random.default_rng(0)
-  q = random.normal(size=(batch, heads, WIDTH))
-  k, v = random.normal(size=(2, batch, groups, length, WIDTH))
+  q = random.normal(size=(batch, heads, width))
+  k, v = random.normal(size=(2, batch, groups, length, width))
   positions = np.resize([0, length - 1, 7, length // 2, 15], batch).astype(np.int32)
   return jnp.asarray(q, dtype), jnp.asarray(k, dtype), jnp.asarray(v, dtype), jnp.asarray(positions)
 
 
 def both(q, k, v, positions, mesh=None, **options):
   """The kernel's result and the one of plain attention."""
-  attend = functools.partial(models.cache_attention, scale=0.1, **options)
-  joined = tuple(x.swapaxes(1, 2) for x in _attention.arrange(k.swapaxes(1, 2), v.swapaxes(1, 2), "ragged"))
+  attend = functools.partial(models.cache_attention, num_kv_heads=k.shape[1], scale=0.1, **options)
+  sizes = {"dtype": k.dtype, "head_dim": k.shape[3], "num_kv_heads": k.shape[1]}
+  arrays = _attention.cache_arrays("ragged", **sizes, mesh=mesh)
+  joined = tuple(x.swapaxes(1, 2) for x in _attention.arrange(k.swapaxes(1, 2), v.swapaxes(1, 2), arrays))
   got = jax.jit(functools.partial(attend, backend="ragged", mesh=mesh))(q, joined, positions)
   expected = attend(q, (k, v), positions)
   return np.asarray(got, np.float32), np.asarray(expected, np.float32)
@@ -44,6 +46,7 @@ def both(q, k, v, positions, mesh=None, **options):
     ({}, {}),
     ({"heads": 2, "groups": 2}, {}),  # a query for every key
     ({"groups": 1, "length": 16}, {}),
+    ({"heads": 9, "groups": 3, "width": 64}, {}),  # filled up to 12 heads, 4 of keys and 128 wide
     ({"batch": 9, "length": 272}, {}),  # two blocks, the second of one page
     ({"length": 272}, {"window": 9, "softcap": 2.0}),
   ],
@@ -74,28 +77,31 @@ def test_each_device_runs_it_on_its_own_rows_and_heads(groups):
 @pytest.mark.parametrize(
   ("heads", "width", "dtype", "tensor", "expected"),
   [
-    (8, 128, "bfloat16", 1, "ragged"),
-    (8, 128, "bfloat16", 4, "ragged"),
-    (1, 256, "bfloat16", 4, "ragged"),
-    (8, 64, "bfloat16", 1, "xla"),
-    (3, 128, "bfloat16", 1, "xla"),
-    (12, 128, "bfloat16", 2, "xla"),  # 6 on each of two devices
-    (24, 128, "bfloat16", 1, "ragged"),
-    (2, 128, "float32", 1, "ragged"),
-    (8, 128, "float32", 1, "xla"),
-    (1, 256, "float32", 1, "xla"),
-    (4, 256, "bfloat16", 1, "xla"),
-    (4, 256, "bfloat16", 4, "ragged"),
+    (8, 128, "bfloat16", 1, (16, 128)),
+    (8, 128, "bfloat16", 4, (16, 128)),
+    (24, 128, "bfloat16", 1, (48, 128)),
+    (8, 64, "bfloat16", 1, (16, 128)),
+    (3, 64, "bfloat16", 1, (8, 128)),
+    (3, 64, "bfloat16", 4, (8, 128)),  # whole on each of four devices
+    (12, 128, "bfloat16", 1, (32, 128)),
+    (12, 128, "bfloat16", 2, None),  # 6 on each of two devices
+    (1, 256, "bfloat16", 4, (2, 256)),
+    (4, 256, "bfloat16", 1, None),
+    (4, 256, "bfloat16", 4, (8, 256)),
+    (3, 128, "float32", 1, (8, 128)),
+    (8, 128, "float32", 1, None),
+    (1, 256, "float32", 1, None),
   ],
 )
-def test_what_does_not_suit_it_is_left_to_the_compiler(heads, width, dtype, tensor, expected):
+def test_the_cache_is_filled_up_or_what_does_not_suit_is_left_to_the_compiler(heads, width, dtype, tensor, expected):
   mesh = rollout.make_mesh(jax.devices()[:tensor], tensor=tensor)
   config = models.ModelConfig(
     vocab_size=32, d_model=32, num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=width, d_ff=32
   )
   policy = models.Policy(config, dtype=dtype, attention="ragged", mesh=mesh)
-  assert policy.cache_backend == expected
-  assert len(policy.init_cache(2, 16)[0]) == (1 if expected == "ragged" else 2)
+  assert policy.cache_backend == ("ragged" if expected else "xla")
+  shapes = [x.shape for x in policy.init_cache(2, 16)[0]]
+  assert shapes == ([(2, expected[0], 16, expected[1])] if expected else [(2, heads, 16, width)] * 2)
   assert dataclasses.replace(policy, attention="splash").cache_backend == "xla"
 
 
