@@ -29,7 +29,7 @@ def ragged_attention(
   """Computes `cache_attention` on one device and reads, of each row, only the blocks that hold something.
 
   The kernel's pages [pages, page, 2N, d] are a view of a cache that lies position by position in memory: each row of S
-  positions is S / page of them, in order. Of a window, the blocks before it are read, too.
+  positions is S / page of them, in order. Of a row with a window, it sees the pages from the window's start on.
 
   Args:
     q: [B, H, d].
@@ -50,7 +50,11 @@ def ragged_attention(
   missing = heads // 2 * queries - q.shape[1]
   filled = jnp.pad(q, ((0, 0), (0, missing), (0, width - q.shape[2])))
   cache = kv.swapaxes(1, 2).reshape(batch * pages, page, heads, width)
-  table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+  shown = pages if window is None else min(pages, -(-window // page) + 1)
+  first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0) // page
+  within = jnp.minimum(first[:, None] + jnp.arange(shown, dtype=jnp.int32)[None], pages - 1)
+  table = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages + within
+  lengths = positions + 1 - first * page
 
   def attend(q: Array, lengths: Array, table: Array) -> Array:
     rows = len(q)
@@ -64,11 +68,11 @@ def ragged_attention(
       sm_scale=scale,
       sliding_window=window,
       soft_cap=softcap,
-      num_kv_pages_per_block=min(pages, block // page),
+      num_kv_pages_per_block=min(shown, block // page),
       num_queries_per_block=min(rows, _QUERIES),
     )
 
-  rows = max(1, _LARGEST_TABLE // (-(-pages // _LANES) * _LANES))
+  rows = max(1, _LARGEST_TABLE // (-(-shown // _LANES) * _LANES))
   parts = [slice(i, i + rows) for i in range(0, batch, rows)]
-  out = jnp.concatenate([attend(filled[part], positions[part] + 1, table[part]) for part in parts])
+  out = jnp.concatenate([attend(filled[part], lengths[part], table[part]) for part in parts])
   return out[:, : q.shape[1], : q.shape[2]]

@@ -236,11 +236,12 @@ def _decode_kernel(step: _Step, scope: _Scope) -> Operation:
   rows, pages = inputs[1].shape
   cache = inputs[-1]  # [rows * pages, page, heads, width]
   buffer = next(v.aval.shape for v in step.eqn.params["jaxpr"].invars if len(v.aval.shape) == 5)
-  block, length = buffer[1] * buffer[2], pages * cache.shape[1]
+  block, length = buffer[1] * buffer[2], pages * cache.shape[1]  # of the cache, or of a window
   read = length if scope.filled is None else min(length, scope.filled + block / 2)
+  position = _nbytes(cache) / (cache.shape[0] * cache.shape[1])
   flops = sum(product_flops(eqn) for eqn in _all_eqns(step.eqn.params["jaxpr"])) * cache.shape[2] / buffer[3]
   others = sum(x.nbytes for x in (*step.reads, *step.makes)) - _nbytes(cache)
-  return Operation(flops * rows * read / block, others + _nbytes(cache) * read / length, scope.times, "bfloat16")
+  return Operation(flops * rows * read / block, others + rows * read * position, scope.times, "bfloat16")
 
 
 def _all_eqns(jaxpr: Any) -> Iterator[Any]:

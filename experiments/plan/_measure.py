@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import re
@@ -136,13 +137,16 @@ def cache_reads(request: Request, experiment: runtime.Experiment, trace: runtime
   """Returns the bytes of the cache that a decode step reads on a TPU chip, by backend, the run's own first.
 
   XLA reads all positions of the cache, here the longest. The ragged kernel, which does not take all heads, reads the
-  blocks that hold something, half of the last one in vain.
+  blocks that hold something, or those of a layer's window: at each end half a block in vain.
   """
   if not request.target.chip.is_tpu:
     return {}
   whole = float(runtime.bytes_per_device(trace.resident["generation"]["cache"]))
-  filled = (filled_positions(request) + models.RAGGED_BLOCK / 2) / experiment.sampler_config.capacity
-  reads = {"xla": whole, "ragged": whole * min(1.0, filled)}
+  config, capacity = experiment.policy.config, experiment.sampler_config.capacity
+  shown = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
+  half = models.RAGGED_BLOCK / 2
+  reached = [min(filled_positions(request), math.inf if window is None else window + half) + half for window in shown]
+  reads = {"xla": whole, "ragged": whole * sum(min(1.0, x / capacity) for x in reached) / len(reached)}
   policy = dataclasses.replace(experiment.policy, mesh=trace.meshes.generation)
   backends = [dataclasses.replace(policy, attention=name).cache_backend for name in (policy.attention, "ragged", "xla")]
   return {name: reads[name] for name in backends if name in reads}

@@ -25,7 +25,7 @@ def inputs(batch=5, heads=4, groups=2, length=48, width=WIDTH, dtype=jnp.float32
   random = np.random.default_rng(0)
   q = random.normal(size=(batch, heads, width))
   k, v = random.normal(size=(2, batch, groups, length, width))
-  positions = np.resize([0, length - 1, 7, length // 2, 15], batch).astype(np.int32)
+  positions = np.resize([0, length - 1, 7, length // 2, 15, length - 17, length // 3], batch).astype(np.int32)
   return jnp.asarray(q, dtype), jnp.asarray(k, dtype), jnp.asarray(v, dtype), jnp.asarray(positions)
 
 
@@ -49,6 +49,7 @@ def both(q, k, v, positions, mesh=None, **options):
     ({"heads": 9, "groups": 3, "width": 64}, {}),  # filled up to 12 heads, 4 of keys and 128 wide
     ({"batch": 9, "length": 272}, {}),  # two blocks, the second of one page
     ({"length": 272}, {"window": 9, "softcap": 2.0}),
+    ({"batch": 9, "length": 1040}, {"window": 300}),  # 20 of 65 pages, from the first to the last ones
   ],
   ids=str,
 )
