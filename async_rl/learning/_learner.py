@@ -22,7 +22,6 @@ from async_rl.learning._objective import Objective
 from async_rl.learning._placement import PlacedModel
 from async_rl.learning._placement import collect
 from async_rl.learning._placement import micro_batch
-from async_rl.learning._placement import to_loss_plane
 from async_rl.learning._telemetry import LAG_EDGES
 from async_rl.learning._telemetry import Collected
 from async_rl.learning._telemetry import batch_metrics
@@ -201,36 +200,37 @@ class Learner(PlacedModel):
     trainable, frozen = models.split_trainable(params)
     copies = self._copied_score.copy(trainable)
 
+    def part_loss(logprobs, mask):
+      logprobs = jnp.where(mask, logprobs, 0.0)
+      out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
+      return *self.objective.aggregate(out.loss, mask), logprobs, out.clipped, out.keep
+
     def numerator_of(copies, m):
       rows, mask = micro_batch(batch, m)
       stats = self._copied_score(copies, frozen, rows)
-      logprobs, entropy = (to_loss_plane(x, batch) for x in (stats.logprobs, stats.entropy))
-      logprobs = jnp.where(mask, logprobs, 0.0)
-      out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
-      numerator, denominator = self.objective.aggregate(out.loss, mask)
-      return numerator, (denominator, mask, Collected(logprobs, entropy, out.clipped, out.keep))
+      logprobs, entropy = (self._planes.enter(x, batch) for x in (stats.logprobs, stats.entropy))
+      mask = self._planes.mask(mask, batch)
+      numerator, denominator, logprobs, clipped, keep = jax.vmap(part_loss)(logprobs, mask)
+      return jnp.sum(numerator), (numerator, denominator, mask, Collected(logprobs, entropy, clipped, keep))
 
     def body(m, carry):
       grads, total, loss, collected = carry
-      (numerator, (denominator, mask, new)), g = jax.value_and_grad(numerator_of, has_aux=True)(copies, m)
+      g, (numerator, denominator, mask, new) = jax.grad(numerator_of, has_aux=True)(copies, m)
       grads = jax.tree.map(jnp.add, grads, g)
       collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
       return grads, total + denominator, loss + numerator, collected
 
     zeros, false = jnp.zeros(batch.mask.shape, jnp.float32), jnp.zeros(batch.mask.shape, bool)
-    start = (
-      jax.tree.map(jnp.zeros_like, copies),
-      jnp.float32(0),
-      jnp.float32(0),
-      Collected(zeros, zeros, false, false),
-    )
-    grads, *rest = jax.lax.fori_loop(0, batch.used, body, start)
-    return self._copied_score.total(grads), *rest
+    sums = (jnp.float32(0), jnp.float32(0), Collected(zeros, zeros, false, false))
+    start = (jax.tree.map(jnp.zeros_like, copies), *self._planes.start(sums))
+    grads, *sums = jax.lax.fori_loop(0, batch.used, body, start)
+    return self._copied_score.total(grads), *self._planes.total(sums)
 
   def _score_all(self, params: Any, batch: Batch) -> models.TokenStats:
     """`TokenStats` of the whole batch in the loss plane, without gradient."""
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
-    return collect(functools.partial(self._score, params), batch, models.TokenStats(zeros, zeros, zeros))
+    start = models.TokenStats(zeros, zeros, zeros)
+    return collect(functools.partial(self._score, params), batch, start, self._planes)
 
 
 def _with_frozen(params: models.Params, trainable: models.Params) -> models.Params:

@@ -58,7 +58,7 @@ class PairLearner(PlacedModel):
 
   def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
-    values = jnp.sum(collect(functools.partial(self._values, state.params), batch, zeros), axis=1)
+    values = jnp.sum(collect(functools.partial(self._values, state.params), batch, zeros, self._planes), axis=1)
     pairs = losses.preference_pairs(batch.rewards, batch.groups, batch.rewards.shape[0])
     count = jnp.sum(pairs.valid, dtype=jnp.float32)
 

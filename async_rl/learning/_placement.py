@@ -55,6 +55,7 @@ class PlacedModel:
     self._row_devices = models.row_parts(mesh)
     check_multiple("rows", shape.rows, self._row_devices, "the learner mesh's data times fsdp")
     self._replicated: Any = NamedSharding(mesh, PartitionSpec())
+    self._planes = LossPlanes(mesh)
     by_row = NamedSharding(mesh, PartitionSpec(None, models.ROWS))
     self.batch_shardings = Batch(by_row, by_row, by_row, *[self._replicated] * (len(Batch._fields) - 3))
     self.state_shardings = self._shardings()
@@ -141,17 +142,66 @@ def to_loss_plane(values: Array, batch: Batch) -> Array:
   return jnp.take(values.reshape(-1), batch.index)
 
 
-def collect(score: Callable[..., Any], batch: Batch, start: Any) -> Any:
+class LossPlanes:
+  """Loss planes of their own for the parts of the mesh's data axis, [P, B, C], each on its part's devices.
+
+  The loss of a sequence needs what the rows of one part hold of it. Entered in that part's own plane, this stays there
+  until the last micro-batch: between the parts, which may be TPU slices, nothing is exchanged in every micro-batch.
+
+  Args:
+    mesh: the learner mesh.
+  """
+
+  def __init__(self, mesh: Mesh):
+    self._parts = mesh.shape["data"]
+    self._sharding = NamedSharding(mesh, PartitionSpec("data"))
+
+  def start(self, planes: Any) -> Any:
+    """Returns a tree of zeros [P, B, C] for a tree of [B, C], and zeros [P] for scalars."""
+    return jax.tree.map(lambda x: self._place(jnp.zeros((self._parts, *x.shape), x.dtype)), planes)
+
+  def mask(self, mask: Array, batch: Batch) -> Array:
+    """Splits the mask of a micro-batch, bool [B, C], by the part that has the token; bool [P, B, C]."""
+    return self._place(mask[None] & (batch.index[None] // self._size(batch) == self._numbers()))
+
+  def enter(self, values: Array, batch: Batch) -> Array:
+    """Returns [R, T] of one micro-batch as [P, B, C]; entries outside of `mask` are meaningless."""
+    if self._parts == 1:
+      return to_loss_plane(values, batch)[None]
+    size = self._size(batch)
+    index = jnp.clip(batch.index[None] - size * self._numbers(), 0, size - 1)
+    found = jnp.take_along_axis(values.reshape(self._parts, size), index.reshape(self._parts, -1), axis=1)
+    return self._place(found.reshape(index.shape))
+
+  def total(self, planes: Any) -> Any:
+    """Returns the sum over the parts, of booleans whether any is true."""
+    return jax.tree.map(lambda x: jnp.any(x, axis=0) if x.dtype == bool else jnp.sum(x, axis=0), planes)
+
+  def _size(self, batch: Batch) -> int:
+    """The tokens of a part's rows."""
+    return batch.tokens[0].size // self._parts
+
+  def _numbers(self) -> Array:
+    return jnp.arange(self._parts, dtype=jnp.int32)[:, None, None]
+
+  def _place(self, planes: Array) -> Array:
+    return planes if self._parts == 1 else jax.lax.with_sharding_constraint(planes, self._sharding)
+
+
+def collect(score: Callable[..., Any], batch: Batch, start: Any, planes: LossPlanes) -> Any:
   """Returns the per-token results of all micro-batches in the loss plane.
 
   Args:
     score: (tokens, segments, positions), int32 [R, T] each, to a tree of [R, T].
     batch: the batch.
     start: a tree of the same structure, [B, C] each: the entries of tokens that are not trained.
+    planes: the planes of the learner's mesh.
   """
 
   def body(m, collected):
     rows, mask = micro_batch(batch, m)
-    return jax.tree.map(lambda old, x: jnp.where(mask, to_loss_plane(x, batch), old), collected, score(*rows))
+    own = planes.mask(mask, batch)
+    return jax.tree.map(lambda old, x: jnp.where(own, planes.enter(x, batch), old), collected, score(*rows))
 
-  return jax.lax.fori_loop(0, batch.used, body, start)
+  collected = planes.total(jax.lax.fori_loop(0, batch.used, body, planes.start(start)))
+  return jax.tree.map(lambda x, old: jnp.where(batch.mask, x, old), collected, start)

@@ -58,12 +58,13 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chi
   learner = make_learner(shape_of(rows=4, row_tokens=32), mesh, optax.sgd(0.1), policy, head_chunk=32)
   batch = models.with_shardings(learning.pack(make_groups(), learner.shape), learner.batch_shardings)
   found = count_compiled(learner._step.lower(learner.abstract(), batch, None).compile().as_text()).exchanges
-  loss_plane = 4 * learner.shape.sequences * 128  # completions are padded to whole tiles
-  assert max(x.nbytes for x in found if x.loops and x.joins(0, 2)) <= 2 * loss_plane
+  # This compiler may turn the embeddings of tokens in a frozen table over on their way to where the tokens are.
+  assert {x.kind for x in found if x.loops and x.joins(0, 2)} <= ({"all-to-all"} if lora else set())
   trained = jax.tree.leaves(models.split_trainable(learner.abstract().params)[0])
   parts = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in trained)
   once = [x for x in found if not x.loops and x.joins(0, 2) and not x.joins(0, 1)]
-  assert parts <= sum(x.nbytes for x in once if x.kind == "all-reduce") <= 1.1 * parts
+  planes = 10 * learner.shape.sequences * 128  # four, for the metrics; completions are padded to whole tiles
+  assert parts <= sum(x.nbytes for x in once if x.kind == "all-reduce") <= 1.1 * parts + planes
   if tuple(map(int, importlib.metadata.version("libtpu").split(".")[:3])) < HOISTING_LIBTPU:
     return
   gathers = [x for x in found if x.kind == "all-gather" and x.nbytes >= TABLE_BYTES // 2]
@@ -71,7 +72,7 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chi
   assert max(x.nbytes for x in found if x.kind == "all-reduce" and x.joins(0, 1)) < TABLE_BYTES // 2
 
 
-def test_between_slices_go_one_sum_of_gradients_a_step_and_the_log_probabilities(tpu_chips):
+def test_between_slices_goes_one_sum_of_gradients_a_step_and_nothing_else(tpu_chips):
   """Learners are data parallel over two slices, each of which samples: no push and nothing of sampling crosses."""
   chips = tpu_chips("v5e:2x2", num_slices=2)
   experiment = tiny(mode="async", generation_devices=0, fsdp=4, policy=models.Policy(BIG_TABLE, attention="xla"))
@@ -81,11 +82,9 @@ def test_between_slices_go_one_sum_of_gradients_a_step_and_the_log_probabilities
   step = crossing.pop("step")
   assert {"stage", "gather", "prefill", "put", "decode"} <= set(crossing)
   assert not any(crossing.values())
-  assert {x.kind for x in step} == {"all-reduce"}
+  assert {(x.kind, x.loops) for x in step} == {("all-reduce", 0)}
   parameters = runtime.bytes_per_device(trace.programs["stage"].resident)
-  assert parameters <= sum(x.nbytes for x in step if not x.loops) <= 1.01 * parameters
-  loss_plane = 4 * experiment.batch_shape.sequences * 128  # completions are padded to whole tiles
-  assert sum(x.nbytes for x in step if x.loops) <= 2 * loss_plane
+  assert parameters <= sum(x.nbytes for x in step) <= 1.01 * parameters  # with log-probabilities for the metrics
   # Where the weights themselves lie in both slices, a push has to bring them together.
   spread = tiny(mode="async", generation_devices=0, fsdp=8, policy=experiment.policy)
   stage = exchanges_between_slices(runtime.trace_run(spread, chips).programs["stage"])
