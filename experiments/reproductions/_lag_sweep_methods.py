@@ -36,7 +36,7 @@ class Knobs(NamedTuple):
   Attributes:
     seed: the seed of everything random, and of the warm start.
     lag: the number of updates between the weights that draw a batch and those that are trained on it; lower while
-      training is younger than that.
+      training is younger than that. One number, or one for every update.
     rate: the learning rate of Adam, reached after `WARMUP` updates.
     loss: the index into `LOSSES`.
     baseline: the index into `BASELINES`.
@@ -56,7 +56,7 @@ class Knobs(NamedTuple):
   """
 
   seed: int | Array = 0
-  lag: int | Array = 0
+  lag: int | Array | np.ndarray = 0
   rate: float | Array = 1e-4
   loss: int | Array = 0
   baseline: int | Array = 0
@@ -73,10 +73,11 @@ class Knobs(NamedTuple):
   average: float | Array = 0.0
 
 
-def stack(knobs: Sequence[Knobs]) -> Knobs:
-  """Returns the knobs of many runs as vectors; an option has the type of its default."""
+def stack(knobs: Sequence[Knobs], updates: int) -> Knobs:
+  """Returns the knobs of many runs as vectors, lags as [runs, updates]; an option has the type of its default."""
+  every = [run._replace(lag=np.broadcast_to(np.asarray(run.lag), (updates,))) for run in knobs]
   return jax.tree.map(
-    lambda default, *column: np.array(column, np.int32 if isinstance(default, int) else np.float32), Knobs(), *knobs
+    lambda default, *column: np.array(column, np.int32 if isinstance(default, int) else np.float32), Knobs(), *every
   )
 
 

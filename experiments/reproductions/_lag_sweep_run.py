@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ Array = jax.Array
 MAX_LAG = 128
 #: Supervised updates that a warm start may take at most.
 MAX_WARM_UPDATES = 5000
-#: The recorded curves, each a mean over `Setting.probe_every` updates, except the current policy's accuracy.
+#: The curves that a sweep keeps, each a mean over `Setting.probe_every` updates, except the current policy's accuracy.
 CURVES = ("accuracy", "reward", "ess", "scale", "cosine", "norm", "skipped", "entropy", "kl", "clipped", "ended")
 
 
@@ -59,117 +60,69 @@ def _aligned(length: int) -> int:
   return -(-length // 8) * 8
 
 
-class Runner:
-  """The functions of one setting.
+class Sizes(Protocol):
+  """What `Training` asks of a setting; `problems.Setting` says what each is."""
+
+  @property
+  def groups(self) -> int: ...
+  @property
+  def samples(self) -> int: ...
+  @property
+  def steps(self) -> int: ...
+  @property
+  def probe_every(self) -> int: ...
+  @property
+  def probe_prompts(self) -> int: ...
+  @property
+  def end(self) -> int: ...
+
+
+class Training:
+  """Whole trainings of a policy whose weights are one vector [P]; a subclass has the policy and its task.
 
   Args:
-    setting: the task and its sizes.
-    dtype: the dtype of activations and of matrices in products; weights are kept in float32.
+    setting: the sizes of a run.
     exact_norms: whether OPOB gets the exact gradient norm of every trajectory, instead of the estimate at the logits.
     max_lag: the longest lag; the ring is longer by one.
   """
 
-  def __init__(
-    self, setting: problems.Setting, dtype: str = "bfloat16", exact_norms: bool = False, max_lag: int = MAX_LAG
-  ):
-    self.setting, self.policy, self.exact_norms = setting, setting.policy(dtype), exact_norms
-    self.slots = max_lag + 1
-    self.reward = problems.reward_fn(setting)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.policy.abstract())
-    self.unravel = ravel_pytree(models.unstack_layers(zeros))[1]
+  def __init__(self, setting: Sizes, exact_norms: bool = False, max_lag: int = MAX_LAG):
+    self.sizes, self.exact_norms, self.slots = setting, exact_norms, max_lag + 1
     self.groups = jnp.repeat(jnp.arange(setting.groups), setting.samples)
 
   def init(self, key: Array) -> Array:
     """Returns random weights as a vector [P]."""
-    return ravel_pytree(models.unstack_layers(self.policy.init(key)))[0]
+    raise NotImplementedError
 
   def draw(self, weights: Array, prompts: Array, samples: int, key: Array) -> Drawn:
     """Draws *samples* completions of each prompt [Q, T], at temperature 1."""
-    params = sampling.prepare_weights(self.policy, self.unravel(weights))
-    count, length = prompts.shape
-    ones, positions = jnp.ones_like(prompts), jnp.broadcast_to(jnp.arange(length), prompts.shape)
-    hidden, cache = self.policy.prefill(params, prompts, ones, positions)
-    spread = functools.partial(jnp.repeat, repeats=samples, axis=0)
-    room = [(0, 0), (0, 0), (0, _aligned(length + self.setting.completion_tokens - 1) - length), (0, 0)]
-    cache = jax.tree.map(lambda x: jnp.pad(spread(x), room), cache)
-
-    def token(logits, alive, i):
-      drawn = jax.random.categorical(jax.random.fold_in(key, i), logits)
-      logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=1)[:, 0]
-      return drawn, logprobs, alive, alive & (drawn != self.setting.end)
-
-    def step(carry, i):
-      logits, alive, cache = carry
-      drawn, logprobs, written, alive = token(logits, alive, i)
-      hidden, cache = self.policy.decode(params, drawn, jnp.full_like(drawn, length + i), cache)
-      return (self.policy.logits(params, hidden), alive, cache), (drawn, logprobs, written)
-
-    start = (spread(self.policy.logits(params, hidden[:, -1])), jnp.ones(count * samples, bool), cache)
-    last = self.setting.completion_tokens - 1
-    (logits, alive, _), rows = jax.lax.scan(step, start, jnp.arange(last))
-    final = token(logits, alive, last)[:3]
-    return Drawn(*(jnp.concatenate([x, y[None]]).T for x, y in zip(rows, final, strict=True)))
+    raise NotImplementedError
 
   def score(self, weights: Array, prompts: Array, completions: Array) -> models.TokenStats:
     """Scores completions [B, C] after their prompts [B, Q]: log-probabilities, entropies and squared norms."""
-    before, length = prompts.shape[1], prompts.shape[1] + completions.shape[1] - 1
-    tokens = jnp.concatenate([prompts, completions[:, :-1]], axis=1)
-    tokens = jnp.pad(tokens, [(0, 0), (0, _aligned(length) - length)])  # the future, which nothing looks at
-    ones, positions = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    params = self.unravel(weights)
-    hidden = self.policy.hidden(params, tokens, ones, positions)[:, before - 1 : length]
-    count = completions.shape[1]
-    return models.token_stats(self.policy, 1.0, count, hidden, self.policy.unembedding(params), completions)
+    raise NotImplementedError
+
+  def reward(self, prompts: Array, completions: Array) -> Array:
+    """Returns the rewards [B] of completions [B, C] of their prompts [B, Q]."""
+    raise NotImplementedError
 
   def accuracy(self, weights: Array, prompts: Array, count: int, key: Array) -> Array:
     """Returns the mean reward of one completion each of *count* of the prompts."""
     chosen = prompts[jax.random.randint(key, (count,), 0, prompts.shape[0])]
     return jnp.mean(self.reward(chosen, self.draw(weights, chosen, 1, key).tokens))
 
-  def warm_start(self, key: Array, train: problems.Problems, test: problems.Problems) -> tuple[Array, Array, Array]:
-    """Returns supervised weights of the wanted accuracy, the updates they took, and a second measurement of it."""
-    setting, optimizer = self.setting, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
-
-    def update(carry, i):
-      weights, opt_state = carry
-      rows, variant = jax.random.split(jax.random.fold_in(key, i))
-      rows = jax.random.randint(rows, (64,), 0, train.prompts.shape[0])
-      variant = jax.random.randint(variant, (64,), 0, problems.VARIANTS)
-      completions = train.solutions[rows, variant]
-
-      def loss(weights):
-        return -jnp.mean(self.score(weights, train.prompts[rows], completions).logprobs)
-
-      updates, opt_state = optimizer.update(jax.grad(loss)(weights), opt_state)
-      return (optax.apply_updates(weights, updates), opt_state), None
-
-    def train_and_evaluate(carry):
-      state, i, _ = carry
-      state, _ = jax.lax.scan(update, state, i + jnp.arange(setting.warm_every))
-      i += setting.warm_every
-      return state, i, self.accuracy(state[0], test.prompts, setting.probe_prompts, jax.random.fold_in(key, -i))
-
-    def is_unfinished(carry):
-      _, updates, accuracy = carry
-      return (accuracy < setting.warm_accuracy) & (updates < MAX_WARM_UPDATES)
-
-    weights = self.init(key)
-    start = ((weights, optimizer.init(weights)), jnp.int32(0), jnp.float32(-1))
-    (weights, _), updates, _ = jax.lax.while_loop(is_unfinished, train_and_evaluate, start)
-    return weights, updates, self.accuracy(weights, test.prompts, test.prompts.shape[0], key)
-
   def run(
     self, knobs: methods.Knobs, weights: Array, train: problems.Problems, test: problems.Problems
   ) -> dict[str, Array]:
     """Trains from *weights* and returns the curves, float32 [steps / probe_every] each."""
-    setting, key = self.setting, jax.random.key(knobs.seed)
-    optimizer = methods.optimizer(knobs)
+    setting, key = self.sizes, jax.random.key(knobs.seed)
+    optimizer, lags = methods.optimizer(knobs), jnp.broadcast_to(knobs.lag, (setting.steps,))
     start = Carry(weights, weights, optimizer.init(weights), jnp.zeros((self.slots, weights.size), weights.dtype))
 
     def update(carry: Carry, version: Array) -> tuple[Carry, dict[str, Array]]:
       average = knobs.average * carry.average + (1.0 - knobs.average) * carry.weights
       ring = carry.ring.at[version % self.slots].set(average)
-      lag = jnp.minimum(knobs.lag, version // knobs.ramp)
+      lag = jnp.minimum(lags[version], version // knobs.ramp)
       old = ring[(version - lag) % self.slots]
       step = old - ring[jnp.maximum(version - lag - 1, 0) % self.slots]
       reach = knobs.ahead * knobs.b1 * (1.0 - knobs.b1**lag) / (1.0 - knobs.b1)
@@ -225,11 +178,12 @@ class Runner:
 
     kl = losses.kl_estimate(drawn.logprobs, logprobs, mask, estimator="k3")
     metrics = {
+      "ratio": jnp.max(losses.clamped_exp(batch.log_ratios)),
       "reward": jnp.mean(rewards),
       "entropy": token_mean(stats.entropy),
       "kl": jnp.sum(kl) / mask.shape[0],
       "clipped": token_mean((coefficients == 0) & (advantages != 0)),
-      "ended": jnp.mean(~mask[:, -1] | (drawn.tokens[:, -1] == self.setting.end)),
+      "ended": jnp.mean(~mask[:, -1] | (drawn.tokens[:, -1] == self.sizes.end)),
     }
     return gradient, batch.log_weights, metrics
 
@@ -244,7 +198,7 @@ class Runner:
 
       return losses.tree_squared_norm(jax.grad(logprob)(weights))
 
-    return jax.lax.map(one, (prompts, drawn.tokens, drawn.mask), batch_size=self.setting.samples)
+    return jax.lax.map(one, (prompts, drawn.tokens, drawn.mask), batch_size=self.sizes.samples)
 
   def compile(self, runs: int, mesh: Mesh, train: problems.Problems, test: problems.Problems) -> Program:
     """Compiles *runs* runs at once, each with its own initial weights, split over the mesh's only axis."""
@@ -262,16 +216,109 @@ class Runner:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding), tree)
 
     weights = jax.eval_shape(jax.vmap(self.init), jax.random.split(jax.random.key(0), runs))
-    knobs = methods.stack([methods.Knobs()] * runs)
+    knobs = methods.stack([methods.Knobs()] * runs, self.sizes.steps)
     specs = (abstract(knobs, split), abstract(weights, split), abstract(train, whole), abstract(test, whole))
-    return Program(jax.jit(many).lower(*specs).compile(), runs, mesh, train, test)
+    return Program(jax.jit(many).lower(*specs).compile(), runs, self.sizes.steps, mesh, train, test)
+
+
+class Runner(Training):
+  """The trainings of a transformer on one of the sweep's tasks.
+
+  Args:
+    setting: the task and its sizes.
+    dtype: the dtype of activations and of matrices in products; weights are kept in float32.
+    exact_norms: whether OPOB gets the exact gradient norm of every trajectory, instead of the estimate at the logits.
+    max_lag: the longest lag; the ring is longer by one.
+  """
+
+  def __init__(
+    self, setting: problems.Setting, dtype: str = "bfloat16", exact_norms: bool = False, max_lag: int = MAX_LAG
+  ):
+    super().__init__(setting, exact_norms, max_lag)
+    self.setting, self.policy = setting, setting.policy(dtype)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.policy.abstract())
+    self.unravel = ravel_pytree(models.unstack_layers(zeros))[1]
+
+  def init(self, key: Array) -> Array:
+    return ravel_pytree(models.unstack_layers(self.policy.init(key)))[0]
+
+  def draw(self, weights: Array, prompts: Array, samples: int, key: Array) -> Drawn:
+    params = sampling.prepare_weights(self.policy, self.unravel(weights))
+    count, length = prompts.shape
+    ones, positions = jnp.ones_like(prompts), jnp.broadcast_to(jnp.arange(length), prompts.shape)
+    hidden, cache = self.policy.prefill(params, prompts, ones, positions)
+    spread = functools.partial(jnp.repeat, repeats=samples, axis=0)
+    room = [(0, 0), (0, 0), (0, _aligned(length + self.setting.completion_tokens - 1) - length), (0, 0)]
+    cache = jax.tree.map(lambda x: jnp.pad(spread(x), room), cache)
+
+    def token(logits, alive, i):
+      drawn = jax.random.categorical(jax.random.fold_in(key, i), logits)
+      logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=1)[:, 0]
+      return drawn, logprobs, alive, alive & (drawn != self.setting.end)
+
+    def step(carry, i):
+      logits, alive, cache = carry
+      drawn, logprobs, written, alive = token(logits, alive, i)
+      hidden, cache = self.policy.decode(params, drawn, jnp.full_like(drawn, length + i), cache)
+      return (self.policy.logits(params, hidden), alive, cache), (drawn, logprobs, written)
+
+    start = (spread(self.policy.logits(params, hidden[:, -1])), jnp.ones(count * samples, bool), cache)
+    last = self.setting.completion_tokens - 1
+    (logits, alive, _), rows = jax.lax.scan(step, start, jnp.arange(last))
+    final = token(logits, alive, last)[:3]
+    return Drawn(*(jnp.concatenate([x, y[None]]).T for x, y in zip(rows, final, strict=True)))
+
+  def score(self, weights: Array, prompts: Array, completions: Array) -> models.TokenStats:
+    before, length = prompts.shape[1], prompts.shape[1] + completions.shape[1] - 1
+    tokens = jnp.concatenate([prompts, completions[:, :-1]], axis=1)
+    tokens = jnp.pad(tokens, [(0, 0), (0, _aligned(length) - length)])  # the future, which nothing looks at
+    ones, positions = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    params = self.unravel(weights)
+    hidden = self.policy.hidden(params, tokens, ones, positions)[:, before - 1 : length]
+    count = completions.shape[1]
+    return models.token_stats(self.policy, 1.0, count, hidden, self.policy.unembedding(params), completions)
+
+  def reward(self, prompts: Array, completions: Array) -> Array:
+    return problems.reward_fn(self.setting)(prompts, completions)
+
+  def warm_start(self, key: Array, train: problems.Problems, test: problems.Problems) -> tuple[Array, Array, Array]:
+    """Returns supervised weights of the wanted accuracy, the updates they took, and a second measurement of it."""
+    setting, optimizer = self.setting, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
+
+    def update(carry, i):
+      weights, opt_state = carry
+      rows, variant = jax.random.split(jax.random.fold_in(key, i))
+      rows = jax.random.randint(rows, (64,), 0, train.prompts.shape[0])
+      variant = jax.random.randint(variant, (64,), 0, problems.VARIANTS)
+      completions = train.solutions[rows, variant]
+
+      def loss(weights):
+        return -jnp.mean(self.score(weights, train.prompts[rows], completions).logprobs)
+
+      updates, opt_state = optimizer.update(jax.grad(loss)(weights), opt_state)
+      return (optax.apply_updates(weights, updates), opt_state), None
+
+    def train_and_evaluate(carry):
+      state, i, _ = carry
+      state, _ = jax.lax.scan(update, state, i + jnp.arange(setting.warm_every))
+      i += setting.warm_every
+      return state, i, self.accuracy(state[0], test.prompts, setting.probe_prompts, jax.random.fold_in(key, -i))
+
+    def is_unfinished(carry):
+      _, updates, accuracy = carry
+      return (accuracy < setting.warm_accuracy) & (updates < MAX_WARM_UPDATES)
+
+    weights = self.init(key)
+    start = ((weights, optimizer.init(weights)), jnp.int32(0), jnp.float32(-1))
+    (weights, _), updates, _ = jax.lax.while_loop(is_unfinished, train_and_evaluate, start)
+    return weights, updates, self.accuracy(weights, test.prompts, test.prompts.shape[0], key)
 
 
 class Program:
   """Runs that were compiled together."""
 
-  def __init__(self, compiled, runs: int, mesh: Mesh, *data: problems.Problems):
-    self.runs = runs
+  def __init__(self, compiled, runs: int, steps: int, mesh: Mesh, *data: problems.Problems):
+    self.runs, self.steps = runs, steps
     self._compiled = compiled
     self._split = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
     self._data = jax.device_put(data, NamedSharding(mesh, PartitionSpec()))
@@ -284,6 +331,6 @@ class Program:
   def __call__(self, knobs: list[methods.Knobs], weights: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the curves, [len(knobs), steps / probe_every] each, of at most `runs` runs from their weights [., P]."""
     rows = np.minimum(np.arange(self.runs), len(knobs) - 1)  # the last run fills the places that are left
-    inputs = jax.device_put((methods.stack([knobs[i] for i in rows]), weights[rows]), self._split)
+    inputs = jax.device_put((methods.stack([knobs[i] for i in rows], self.steps), weights[rows]), self._split)
     curves = jax.device_get(self._compiled(*inputs, *self._data))
     return {name: values[: len(knobs)] for name, values in curves.items()}

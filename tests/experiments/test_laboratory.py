@@ -1,0 +1,49 @@
+"""The laboratory: lags that change from update to update, and those of a recorded schedule."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments.reproductions import laboratory
+
+SIZES = {"groups": 2, "samples": 4, "steps": 8, "probe_every": 2, "probe_prompts": 8}
+
+
+@pytest.fixture(scope="module")
+def lab():
+  return laboratory.Laboratory(4, **SIZES)
+
+
+def test_a_lag_for_every_update_is_the_lag_of_that_update(lab):
+  steps = lab.toy.steps
+  late = np.where(np.arange(steps) < steps // 2, 0, 3)
+  runs = [laboratory.method("token_tis", lag=lag, rate=1e-2) for lag in (0, 3, [3] * steps, late)]
+  curves = lab(runs)
+  assert all(np.isfinite(values).all() and values.shape == (4, 4) for values in curves.values())
+  fresh, stale, every, later = curves["ratio"]
+  np.testing.assert_array_equal(fresh, 1.0)  # of weights to themselves
+  np.testing.assert_array_equal(stale, every)
+  np.testing.assert_array_equal(later[:2], 1.0)
+  assert later[-1] > 1.001
+  assert stale[1] > 1.001
+
+
+def test_more_runs_than_the_program_has(lab):
+  runs = [laboratory.method("topr", "both", seed=seed, lag=1, rate=1e-2) for seed in (0, 1, 0, 1, 0)]
+  rewards = lab(runs)["norm"]
+  np.testing.assert_array_equal(rewards[0], rewards[4])
+  assert rewards[0].tolist() != rewards[1].tolist()
+
+
+def test_a_lag_above_the_longest_is_refused(lab):
+  with pytest.raises(ValueError, match="must be 0 to max_lag=64, got lags of 0 to 65"):
+    lab([laboratory.method("topr", lag=lag, rate=1e-2) for lag in (0, [65] * lab.toy.steps)])
+
+
+def test_lags_of_a_schedule(tmp_path):
+  events = [["weights", 0], ["submit", 0], ["submit", 1], ["chunk"], ["train", 0, [1]], ["weights", 1], ["submit", 2]]
+  events += [["train", 1, [2, 0]]]
+  path = tmp_path / "schedule.jsonl"
+  path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+  assert laboratory.lags_of_schedule(path) == [[0], [0, 1]]
