@@ -84,6 +84,24 @@ def smollm2_path():
     pytest.skip(str(e))
 
 
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+  """A copy of what the package is built from."""
+  from installing import copy_sources
+
+  folder = tmp_path_factory.mktemp("sources")
+  copy_sources(folder)
+  return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(sources, tmp_path_factory):
+  """The package's wheel."""
+  from installing import build_wheel
+
+  return build_wheel(sources, tmp_path_factory.mktemp("wheel"))
+
+
 @pytest.fixture
 def bucket(monkeypatch):
   """An empty bucket of a server in this process, which the clients of Google Cloud Storage are pointed to."""

@@ -1,18 +1,17 @@
 """A wheel works outside the clone beside what it requires; `experiments` is installed nowhere; all is declared."""
 
 import ast
-import email
 import importlib.metadata
-import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
 import zipfile
 
 import pytest
-from packaging.requirements import Requirement
+from installing import make_environment
+from installing import read_metadata
+from installing import requirements
+from installing import run
 
 import async_rl
 
@@ -21,66 +20,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 UNDECLARED = {"async_rl", "experiments", "jaxlib", "torch", "transformers", "wandb", *sys.stdlib_module_names}
 
 
-def run(*command, cwd, status=0):
-  """Runs a command that sees neither the clone nor a package index; returns what it prints, errors last."""
-  environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_", "XLA_"))}
-  environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-  done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
-  assert done.returncode == status, done.stdout + done.stderr
-  return done.stdout + done.stderr
-
-
-def requirements(metadata, extra=""):
-  """The requirements of a distribution here and now, with those of an extra."""
-  required = map(Requirement, metadata.get_all("Requires-Dist") or [])
-  return [r for r in required if r.marker is None or r.marker.evaluate({"extra": extra})]
-
-
-def closure(names):
-  """The installed distributions that pip would install for `names`."""
-  found, waiting = {}, list(names)
-  while waiting:
-    name = waiting.pop()
-    if name not in found:
-      found[name] = importlib.metadata.distribution(name)
-      waiting += [requirement.name for requirement in requirements(found[name].metadata)]
-  return found.values()
-
-
-def make_environment(folder, *names):
-  """A virtual environment that shows nothing but the distributions `names` and what they require; its Python."""
-  run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
-  (packages,) = folder.glob("lib/python*/site-packages")
-  for distribution in closure(names):
-    for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
-      if not (packages / top).exists():
-        (packages / top).symlink_to(distribution.locate_file(top))
-  return folder / "bin" / "python"
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-  """A copy of what the package is built from, so that the build leaves nothing in the clone."""
-  folder = tmp_path_factory.mktemp("sources")
-  for name in ("setup.py", "README.md", "LICENSE"):
-    shutil.copy(ROOT / name, folder)
-  for name in ("async_rl", "experiments"):
-    shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-  return folder
-
-
-@pytest.fixture(scope="module")
-def wheel(sources, tmp_path_factory):
-  folder = tmp_path_factory.mktemp("wheel")
-  run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sources, cwd=folder)
-  return next(folder.glob("async_rl-*.whl"))
-
-
 @pytest.fixture(scope="module")
 def metadata(wheel):
-  with zipfile.ZipFile(wheel) as archive:
-    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    return email.message_from_bytes(archive.read(name))
+  return read_metadata(wheel)
 
 
 def test_an_installed_wheel_works_beside_its_requirements_alone(wheel, metadata, tmp_path):
