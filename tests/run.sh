@@ -19,7 +19,7 @@ parallel=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ $# -eq 0 ]; then
   # These packages hold others back, so that they get an environment on top of the one that everything else is tested in.
   beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py tests/sampling/test_cache_layout.py)
-  beside+=(tests/experiments/test_plan_tpu.py)
+  beside+=(tests/experiments/test_plan_tpu.py tests/colabs/test_tpu_plan.py)
   [ -d .venv/neighbors ] || "$PYTHON" -m venv --without-pip .venv/neighbors
   echo "$PWD"/.venv/lib/python3*/site-packages > "$(echo .venv/neighbors/lib/python3*/site-packages)/below.pth"
   install_into .venv/neighbors "[neighbors]"
