@@ -25,23 +25,16 @@ def test_programs_compile_and_update_in_place_and_gather_no_parameters(check):
 
 @pytest.mark.usefixtures("tpu_chips")
 @pytest.mark.parametrize(
-  ("model", "lengths", "share"),
+  ("model", "prompt", "completion", "share"),
   [
-    ("qwen3-0.6b", (320, 256), (160 + 128 / 2 + 256 / 2) / 576),
-    ("gemma-3-1b", (2048, 2048), (512 + 2 * 256 / 2) / 4096),  # both layers have a window
+    ("qwen3-0.6b", "320", "256", (160 + 128 / 2 + 256 / 2) / 576),
+    ("gemma-3-1b", "2048", "2048", (512 + 2 * 256 / 2) / 4096),  # both layers have a window
   ],
 )
-def test_a_plan_tells_what_a_decode_step_reads_of_the_cache_with_each_backend(model, lengths, share):
-  """XLA's products read all positions; the kernel those that are filled, or the window's, and half a block at each end."""
+def test_a_plan_tells_what_a_decode_step_reads_of_the_cache_with_each_backend(model, prompt, completion, share):
+  """XLA's products read all positions; the kernel those that are filled, or the window's, and half a block in vain."""
   arguments = ["gsm8k", "--topology", "v5e:2x4", "--model", model, "--slots", "64", "--no-compile"]
-  arguments += [
-    "--row-tokens",
-    "4096",
-    "--max-prompt-tokens",
-    str(lengths[0]),
-    "--max-completion-tokens",
-    str(lengths[1]),
-  ]
+  arguments += ["--row-tokens", "4096", "--max-prompt-tokens", prompt, "--max-completion-tokens", completion]
 
   def counted(*options):
     name, wanted, chosen = command.parse([*arguments, *options])
