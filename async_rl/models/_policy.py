@@ -94,7 +94,7 @@ class Policy:
 
   def abstract(self) -> Params:
     """Returns the shapes and dtypes of `init`, without computing anything."""
-    return jax.eval_shape(self.init, jax.random.key(0))
+    return jax.tree.map(lambda x: x, _abstract(self))  # a tree of its own, which may be changed
 
   def hidden(self, params: Params, tokens: Array, segments: Array, positions: Array) -> Array:
     """Returns the final hidden states of whole rows.
@@ -326,6 +326,11 @@ def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:
 
 def _as_list(layers: Any, depth: int) -> list[Any]:
   return [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(depth)]
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract(policy: Policy) -> Params:
+  return jax.eval_shape(policy.init, jax.random.key(0))
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """A tiny policy, random groups and learners of them, shared by the tests of this folder."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -26,9 +27,20 @@ LONGEST = 19  # tokens of the longest sequence of `make_groups`, prompt and comp
 ADAPTED = dataclasses.replace(POLICY, lora=LORA)
 
 
+@functools.cache
+def params_of(policy, seed=0):
+  """The first parameters of a policy, on the host."""
+  return jax.device_get(jax.jit(policy.init)(jax.random.key(seed)))
+
+
 def base():
   """The parameters of `POLICY`, without adapters."""
-  return jax.device_get(POLICY.init(jax.random.key(0)))
+  return params_of(POLICY)
+
+
+def start(learner):
+  """The state that `learner.init` makes, whose program is large and the same for most learners."""
+  return learner.init(jax.random.key(0), params_of(dataclasses.replace(learner.policy, mesh=None)))
 
 
 def make_groups(seed=0, groups=4, samples=4, prompt=(1, 8), completion=(1, 12), vocab=32):
@@ -67,13 +79,15 @@ def stabilized(optimizer):
   )
 
 
-def make_learner(shape, mesh=None, optimizer=None, policy=POLICY, objective=None, **options):
+def make_learner(shape, mesh=None, optimizer=None, policy=POLICY, objective=None, max_lag=0, **options):
+  """A learner; without metrics by lag unless `max_lag` is given."""
   return learning.Learner(
     policy,
     optimizer or stabilized(optax.sgd(0.1)),  # Adam's first steps are signs, and signs amplify rounding
     objective or learning.objective("sequence_tis", advantages="grpo"),
     shape,
     mesh or make_mesh(),
+    max_lag=max_lag,
     **options,
   )
 
@@ -83,7 +97,7 @@ def shape_of(rows=4, row_tokens=20, **options):
 
 
 def run(learner, groups, steps=2):
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   for _ in range(steps):
     state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
   return jax.device_get(state.params), {k: float(v) for k, v in metrics.items()}

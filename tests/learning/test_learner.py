@@ -18,6 +18,7 @@ from learning_helpers import make_mesh
 from learning_helpers import run
 from learning_helpers import shape_of
 from learning_helpers import stabilized
+from learning_helpers import start
 
 from async_rl import learning
 from async_rl import losses
@@ -63,7 +64,7 @@ def test_gradient_is_that_of_the_written_out_loss(method):
     objective=learning.objective("sequence_tis", advantages="grpo", aggregate=method),
     temperature=temperature,
   )
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   before = jax.device_get(state.params)
   state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
   expected_loss, expected = direct_gradient(before, groups, temperature, method)
@@ -146,7 +147,7 @@ def test_parameters_and_moments_are_sharded():
 
 def test_one_compilation_no_implicit_transfer_whatever_the_lengths():
   learner = make_learner(shape_of())
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   state, _ = learner.step(state, learner.put(learning.pack(make_groups(0), learner.shape)))
   with jax.transfer_guard("disallow"):
     for seed, completion in ((1, (1, 3)), (2, (10, 12)), (3, (1, 12))):
@@ -160,7 +161,7 @@ def test_a_batch_without_a_trainable_token_changes_nothing():
     g._replace(completions=tuple(c._replace(mask=np.zeros_like(c.mask)) for c in g.completions)) for g in make_groups()
   ]
   learner = make_learner(shape_of(), optimizer=optax.sgd(1.0))
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   before = jax.device_get(state.params)
   state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
   assert_same(jax.device_get(state.params), before, 0.0)
@@ -175,7 +176,7 @@ def test_a_batch_without_a_trainable_token_changes_nothing():
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_whatever_the_optimizer(optimizer):
   learner = make_learner(shape_of(), optimizer=optimizer, objective=learning.objective("reinforce", advantages="grpo"))
   groups = make_groups()
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   before = jax.device_get(state)
   for skipped, reward in enumerate((np.nan, np.inf, 3e38), start=1):
     bad = [groups[0]._replace(rewards=np.array([reward, -reward, 0, 0], np.float32)), *groups[1:]]
@@ -193,7 +194,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_whatever_the_optim
 
 def test_lag_is_counted_from_the_oldest_token():
   learner = make_learner(shape_of())
-  state = learner.init(jax.random.key(0))._replace(version=jnp.int32(5))
+  state = start(learner)._replace(version=jnp.int32(5))
   state = jax.device_put(state, learner.state_shardings)
   batch = learning.pack(make_groups(), learner.shape)
   _, metrics = learner.step(state, learner.put(batch))
@@ -226,7 +227,7 @@ def test_advantages_can_use_the_current_policy():
 
   objective = learning.objective("reinforce", advantages="opob_by_logits")
   learner = make_learner(shape, optimizer=optax.sgd(0.0), objective=objective)
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   params = jax.device_get(state.params)
   _, metrics = learner.step(state, learner.put(batch))
   ids, mask, behavior = map(jnp.asarray, padded(groups))

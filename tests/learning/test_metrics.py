@@ -13,7 +13,9 @@ import optax
 import pytest
 from learning_helpers import make_groups
 from learning_helpers import make_learner
+from learning_helpers import params_of
 from learning_helpers import shape_of
+from learning_helpers import start
 
 from async_rl import learning
 from async_rl import losses
@@ -71,7 +73,7 @@ def exact_batch():
 
 
 def policy_params(sharpness, seed=0):
-  params = POLICY.init(jax.random.key(seed))
+  params = jax.tree.map(jnp.asarray, params_of(POLICY, seed))
   params["ends"]["head"] = params["ends"]["head"] * sharpness
   return params
 
@@ -80,7 +82,7 @@ def measure(sharpness, objective=None, reference=None):
   """Metrics of a step on the exact batch, and pi's probabilities."""
   batch = exact_batch()
   shape = learning.BatchShape(sequences=64, row_tokens=16, rows=8, completion_tokens=2)
-  learner = make_learner(shape, optimizer=optax.sgd(0.0), policy=POLICY, objective=objective)
+  learner = make_learner(shape, optimizer=optax.sgd(0.0), policy=POLICY, objective=objective, max_lag=None)
   params = policy_params(sharpness)
   pi = probabilities(params)
   state = learner.init(jax.random.key(0), params)
@@ -329,7 +331,7 @@ def test_a_constant_learning_rate_or_one_that_cannot_be_told_is_not_reported():
 
 def test_a_run_reports_the_learning_rate():
   learner = make_learner(shape_of(), optimizer=optax.adamw(SCHEDULE), policy=models.Policy(make_config()))
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   batch = learner.put(learning.pack(make_groups(), learner.shape))
   reported = []
   for _ in range(2):

@@ -13,7 +13,9 @@ from learning_helpers import POLICY
 from learning_helpers import make_groups
 from learning_helpers import make_learner
 from learning_helpers import make_mesh
+from learning_helpers import params_of
 from learning_helpers import shape_of
+from learning_helpers import start
 
 from async_rl import learning
 from async_rl import models
@@ -52,7 +54,7 @@ def groups():
 
 @pytest.fixture(scope="module")
 def expected(groups):
-  return squared_norms(jax.device_get(POLICY.init(jax.random.key(0))), groups)
+  return squared_norms(params_of(POLICY), groups)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_norms_are_those_of_unpacked_sequences(groups, expected, rows, row_token
   batch = jax.tree.map(jnp.asarray, learning.pack(groups, shape_of(rows, row_tokens)))
   copies = mesh.shape["data"] * mesh.shape["fsdp"]
   norms = jax.jit(lambda params: squared_gradient_norms(score, params, batch, LONGEST, copies))
-  np.testing.assert_allclose(norms(POLICY.init(jax.random.key(0))), expected[0], rtol=1e-4)
+  np.testing.assert_allclose(norms(params_of(POLICY)), expected[0], rtol=1e-4)
 
 
 def test_with_adapters_they_are_of_the_adapters(groups):
@@ -87,6 +89,6 @@ def test_the_learner_offers_them_to_opob(groups, expected):
   learner = make_learner(shape_of(prompt_tokens=7), optimizer=optax.sgd(0.1), objective=objective)
   assert learner.shape.sequence_tokens == LONGEST
   batch = learner.put(learning.pack(groups, learner.shape))
-  _, metrics = learner.step(learner.init(jax.random.key(0)), batch)
+  _, metrics = learner.step(start(learner), batch)
   advantages = rewards - np.repeat(baseline, 4)
   assert float(metrics["advantage/abs_mean"]) == pytest.approx(np.abs(advantages).mean(), rel=1e-3)

@@ -13,6 +13,7 @@ from learning_helpers import make_groups
 from learning_helpers import make_learner
 from learning_helpers import run
 from learning_helpers import shape_of
+from learning_helpers import start
 
 from async_rl import learning
 from async_rl import losses
@@ -34,14 +35,14 @@ def trained(objective):
   """The change of the parameters by two steps on stale data, and the metrics of the second."""
   shape = shape_of(rows=2, row_tokens=40, prompt_tokens=7)
   learner = make_learner(shape, optimizer=optax.sgd(0.01), policy=SMALL, objective=objective)
-  state = learner.init(jax.random.key(0))
-  start = jax.device_get(state.params)
+  state = start(learner)
+  before = jax.device_get(state.params)
   if objective.needs_reference:
-    learner.set_reference(jax.tree.map(lambda x: 1.1 * x, start))
+    learner.set_reference(jax.tree.map(lambda x: 1.1 * x, before))
   batch = learner.put(learning.pack(make_groups(), shape))
   for _ in range(2):
     state, metrics = learner.step(state, batch)
-  return jax.tree.map(np.subtract, jax.device_get(state.params), start), metrics
+  return jax.tree.map(np.subtract, jax.device_get(state.params), before), metrics
 
 
 def assert_trains(objective):
@@ -86,7 +87,7 @@ def test_the_threshold_rejects_what_the_function_rejects_on_the_whole_batch():
   learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), objective=learning.objective("m2po", budget=2.0))
   _, metrics = run(learner, groups, steps=1)
   plain = make_learner(shape_of(), optimizer=optax.sgd(0.0))
-  state = plain.init(jax.random.key(0))
+  state = start(plain)
   plain.set_reference(state.params)
   ratios = losses.log_ratios(plain.score_reference(state.params, batch), batch.logprobs, batch.mask)
   threshold = losses.second_moment_threshold(ratios, batch.mask, budget=2.0)
@@ -195,7 +196,7 @@ def test_a_quantity_that_is_missing_is_named():
 def test_maximum_likelihood_weighs_every_token_alike():
   groups = [g._replace(rewards=np.zeros(4, np.float32)) for g in make_groups()]  # rewards do not matter
   learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), objective=learning.likelihood_objective())
-  state = learner.init(jax.random.key(0))
+  state = start(learner)
   learner.set_reference(state.params)
   batch = learning.pack(groups, learner.shape)
   logprobs = np.asarray(learner.score_reference(state.params, batch))

@@ -13,6 +13,8 @@ from async_rl import recording
 from async_rl import runtime
 from async_rl import tasks
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @dataclasses.dataclass(frozen=True)
 class LongSums(DigitSums):

@@ -9,6 +9,8 @@ from tiny import tiny
 from async_rl import recording
 from async_rl import runtime
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 WHOLE = [0, 1, 2, 3, 4, 4, 5, 5]
 
 

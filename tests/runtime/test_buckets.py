@@ -11,6 +11,8 @@ from async_rl import recording
 from async_rl import runtime
 from async_rl.recording import _bucket_lock
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ from async_rl import models
 from async_rl import recording
 from async_rl import runtime
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def make(folder, source=None, **given):
   return tiny(run_dir=str(folder), steps=2, init_from=source and str(source), **given)

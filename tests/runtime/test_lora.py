@@ -20,6 +20,8 @@ from async_rl import recording
 from async_rl import runtime
 from async_rl.runtime import _session
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 LORA = models.LoRA(rank=4, alpha=8.0)
 
 

@@ -2,12 +2,15 @@
 
 import numpy as np
 import optax
+import pytest
 from tiny import tiny
 
 from async_rl import learning
 from async_rl import recording
 from async_rl import runtime
 from async_rl import stabilizers
+
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 
 def test_the_recipe_learns_at_a_lag(tmp_path):

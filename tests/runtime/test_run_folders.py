@@ -22,6 +22,8 @@ from async_rl import recording
 from async_rl import runtime
 from async_rl.runtime import _session
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def process_environment():
   """The environment of another process that shall find what this one imports."""
@@ -114,7 +116,6 @@ PROGRAM = """
 import sys
 from async_rl import runtime
 from tiny import tiny
-
 runtime.train(tiny(run_dir=sys.argv[1], **eval(sys.argv[2])))
 """
 

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from full_forward import FullForwardSampler
 from runtime_helpers import killed_at
 from runtime_helpers import rows
@@ -10,6 +11,8 @@ from tiny import tiny
 
 from async_rl import runtime
 from async_rl import sampling
+
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 
 def assert_near(a, b):

@@ -22,6 +22,7 @@ from async_rl import sampling
 from async_rl.runtime import _session
 from async_rl.runtime import _signals
 
+pytestmark = pytest.mark.usefixtures("two_devices")
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 
 

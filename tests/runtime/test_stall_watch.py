@@ -13,6 +13,8 @@ from async_rl import runtime
 from async_rl.runtime import _session
 from async_rl.runtime import _stall_watch
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 class Told:
   """Collects what is told; `wait` returns all of it once there are as many texts."""

@@ -12,6 +12,8 @@ from async_rl.types import Group
 from async_rl.types import Prompt
 from async_rl.types import Request
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def make_group(ticket, lengths, rewards, failed=()):
   completions = tuple(

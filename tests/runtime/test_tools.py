@@ -30,6 +30,8 @@ from async_rl.types import Group
 from async_rl.types import Prompt
 from experiments import evaluate
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 def talk(folder, misbehaves=(), **options):
   """Conversations of up to three turns; a random policy ends most of its turns early."""
