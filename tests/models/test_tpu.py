@@ -118,6 +118,20 @@ def test_learner_chips_stage_their_own_part_of_a_push(tpu_chips, hosts, generati
     assert count_compiled(program.as_text()).exchanges == []
 
 
+def test_the_checksum_of_a_samplers_weights_reads_them_once(tpu_chips):
+  """Nothing is copied, nor widened in memory; one sum of a few numbers joins the chips."""
+  mesh = rollout.make_mesh(tpu_chips("v5e:2x2"), tensor=2)
+  config = sampling.SamplerConfig(slots=8, group_size=2, max_prompt_tokens=32, max_new_tokens=32, chunk=4)
+  programs = sampling.Programs(models.Policy(models.named("qwen3-0.6b")), config, (1,), mesh)
+  for name in programs.params:
+    program = programs.checksum(name)
+    costs, memory = count_compiled(program.as_text()), program.memory_analysis()
+    assert sum(x.nbytes * x.times for x in costs.operations) < 1.01 * memory.argument_size_in_bytes
+    assert memory.temp_size_in_bytes < 0.1 * memory.argument_size_in_bytes
+    assert [x.kind for x in costs.exchanges] == ["all-reduce"]
+    assert costs.exchanges[0].nbytes < 100
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x4 one host", "v6e:4x4", "v5p:2x2x2"])
 def test_the_compiler_accepts_the_splits_of_slices(topology):
   """Of more slices, `python tests/studies/tpu_splits.py` shows it."""
