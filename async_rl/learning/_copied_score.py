@@ -1,8 +1,9 @@
-"""Scoring with a copy of the trained parameters for each part of the data axis: gradients are summed once per step.
+"""Scoring with a copy of the parameters for each part of the data axis: gradients are summed once per step.
 
 Parts of the data axis hold the same parameters and other rows. If all of them are scored with the same parameters, the
 compiler sums the gradient over the parts in every micro-batch. The gradient of copies is one sum per part, which stays
-on its devices until the last micro-batch. Copies take no memory: a device holds its share of its own part's.
+on its devices until the last micro-batch. Frozen parameters are copied, too, or the compiler would look up embeddings
+of one part's tokens in another one's table. Copies take no memory: a device holds its share of its own part's.
 
 Over the fsdp axis, gradients are still summed and scattered in every micro-batch: to wait for the last one would take
 the whole gradient on every device.
@@ -34,7 +35,7 @@ class CopiedScore:
 
   Args:
     policy: the policy, on the learner mesh.
-    shardings: the shardings of the trained parameters.
+    shardings: the shardings of the parameters.
     temperature: the temperature of the softmax.
     chunk: the number of positions of a row whose logits are formed at a time.
   """
@@ -49,30 +50,28 @@ class CopiedScore:
     on_copy = dataclasses.replace(policy, mesh=self._mesh)
     self._score = functools.partial(models.score, on_copy, temperature=temperature, chunk=chunk)
 
-  def copy(self, trained: models.Params) -> models.Params:
-    """Returns the trained parameters with a leading axis of copies, each on its part of the data axis."""
+  def copy(self, params: models.Params) -> models.Params:
+    """Returns parameters, or some parts of them, with a leading axis of copies, each on its part of the data axis."""
     if self._count == 1:
-      return trained
+      return params
 
     def copy(x: Array, sharding: NamedSharding) -> Array:
       copies = NamedSharding(self._mesh, PartitionSpec(_COPIES, *sharding.spec))
       return jax.lax.with_sharding_constraint(jnp.broadcast_to(x[None], (self._count, *x.shape)), copies)
 
-    return jax.tree.map(copy, trained, self._shardings)
+    return jax.tree.map(copy, params, {part: self._shardings[part] for part in params})
 
-  def __call__(self, copies: models.Params, frozen: models.Params, rows: Sequence[Array]) -> models.TokenStats:
+  def __call__(self, copies: models.Params, rows: Sequence[Array]) -> models.TokenStats:
     """Returns `models.score` of rows, [R, T] each.
 
     Args:
-      copies: the result of `copy`.
-      frozen: the other parameters.
+      copies: the result of `copy`, for all parts.
       rows: the tokens, segments and positions, int32 [R, T] each, split over the data axis first.
     """
     if self._count == 1:
-      return self._score({**frozen, **copies}, *rows)
-    axes = {**dict.fromkeys(frozen), **dict.fromkeys(copies, 0)}
-    score = jax.vmap(self._score, (axes, 0, 0, 0), spmd_axis_name=_COPIES)
-    stats = score({**frozen, **copies}, *(x.reshape(self._count, -1, x.shape[1]) for x in rows))
+      return self._score(copies, *rows)
+    score = jax.vmap(self._score, spmd_axis_name=_COPIES)
+    stats = score(copies, *(x.reshape(self._count, -1, x.shape[1]) for x in rows))
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[2]), stats)
 
   def total(self, grads: models.Params) -> models.Params:

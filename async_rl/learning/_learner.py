@@ -75,8 +75,8 @@ class Learner(PlacedModel):
     super().__init__(policy, optimizer, shape, mesh)
     self.objective = objective
     self._score = functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
-    trained = models.split_trainable(self.state_shardings.params)[0]
-    self._copied_score = CopiedScore(self.policy, trained, temperature=temperature, chunk=head_chunk)
+    shardings = self.state_shardings.params
+    self._copied_score = CopiedScore(self.policy, shardings, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
     self._lag_edges = tuple(edge for edge in LAG_EDGES if max_lag is None or edge <= max_lag)
     self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, self._replicated))
@@ -197,8 +197,7 @@ class Learner(PlacedModel):
 
   def _accumulate(self, params: Any, batch: Batch, advantages: Array, options: dict[str, Array]):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
-    trainable, frozen = models.split_trainable(params)
-    copies = self._copied_score.copy(trainable)
+    copies, frozen = map(self._copied_score.copy, models.split_trainable(params))
 
     def part_loss(logprobs, mask):
       logprobs = jnp.where(mask, logprobs, 0.0)
@@ -207,7 +206,7 @@ class Learner(PlacedModel):
 
     def numerator_of(copies, m):
       rows, mask = micro_batch(batch, m)
-      stats = self._copied_score(copies, frozen, rows)
+      stats = self._copied_score({**frozen, **copies}, rows)
       logprobs, entropy = (self._planes.enter(x, batch) for x in (stats.logprobs, stats.entropy))
       mask = self._planes.mask(mask, batch)
       numerator, denominator, logprobs, clipped, keep = jax.vmap(part_loss)(logprobs, mask)

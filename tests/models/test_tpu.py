@@ -58,8 +58,7 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chi
   learner = make_learner(shape_of(rows=4, row_tokens=32), mesh, optax.sgd(0.1), policy, head_chunk=32)
   batch = models.with_shardings(learning.pack(make_groups(), learner.shape), learner.batch_shardings)
   found = count_compiled(learner._step.lower(learner.abstract(), batch, None).compile().as_text()).exchanges
-  # This compiler may turn the embeddings of tokens in a frozen table over on their way to where the tokens are.
-  assert {x.kind for x in found if x.loops and x.joins(0, 2)} <= ({"all-to-all"} if lora else set())
+  assert not [x for x in found if x.loops and x.joins(0, 2)]
   trained = jax.tree.leaves(models.split_trainable(learner.abstract().params)[0])
   parts = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in trained)
   once = [x for x in found if not x.loops and x.joins(0, 2) and not x.joins(0, 1)]
