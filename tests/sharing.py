@@ -8,6 +8,7 @@ import copy
 import functools
 
 import jax
+import pytest
 
 from async_rl import runtime
 from async_rl.runtime import _run
@@ -53,3 +54,21 @@ def share_programs(patch):
 def leave_pictures_out(patch):
   """Lets runs end without a picture, which takes longer to draw than the steps of a test."""
   patch.setattr(_run, "write_report", lambda folder: folder.report)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+  """What equal experiments of a module compile once; `forget` makes the next run compile everything again."""
+  with pytest.MonkeyPatch.context() as patch:
+    yield share_programs(patch)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+  if "draws_pictures" not in request.fixturenames:
+    leave_pictures_out(monkeypatch)
+
+
+@pytest.fixture
+def draws_pictures():
+  """Runs of a test that asks for this end with a picture, as those of users do."""

@@ -29,7 +29,9 @@ def build(options):
 
 
 @pytest.mark.usefixtures("two_devices")
-def test_a_run_in_a_bucket_is_trained_drawn_exported_and_evaluated(bucket, tmp_path, monkeypatch, capsys):
+def test_a_run_in_a_bucket_is_trained_drawn_exported_and_evaluated(
+  bucket, tmp_path, monkeypatch, capsys, draws_pictures
+):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path / "cache"))
   monkeypatch.setattr(sys, "path", [*sys.path])
