@@ -20,7 +20,8 @@ class Ledger:
   remainder with the tokens that those places hold.
 
   The checksum of a version is that of the weights which the sampler held, `Sampler.checksum`. It is the same on every
-  process of a run, and before and after a restart.
+  process of a run. Checkpoints record the checksums but do not bring them back: the one of a damaged copy would refuse
+  the right weights after every restart.
   """
 
   def __init__(self) -> None:
@@ -109,7 +110,6 @@ class Ledger:
     with self._lock:
       self._generated = state["generated"]
       self._ended = collections.Counter(state["ended"])
-      self._checksums = {int(version): checksum for version, checksum in state.get("weights", {}).items()}
       lost = self._generated - self._ended.total() - saved
     if lost:
       self.close_failed(lost, "restart")
@@ -123,9 +123,8 @@ class Ledger:
     ended: collections.Counter[str] = collections.Counter()
     for state in states:
       ended.update(state["ended"])
-    weights = {version: checksum for state in states for version, checksum in state.get("weights", {}).items()}
     generated = sum(state["generated"] for state in states)
-    self.restore({"generated": generated, "ended": ended, "weights": weights}, saved=0)
+    self.restore({"generated": generated, "ended": ended}, saved=0)
 
 
 def _checked(tokens: int) -> int:

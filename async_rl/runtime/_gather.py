@@ -67,7 +67,7 @@ def gather_scored(
     "groups": groups_to_arrays(groups),
     "values": values,
     "reasons": [[result.reason for result in group.results] for group in own],
-    "proxies": np.reshape(proxies, (len(own), -1)).tolist(),
+    "proxies": np.reshape(proxies, (max(1, len(own)), -1)).tolist()[: len(own)],
   }
   scored = []
   for archive in map(from_archive, hosts.gather(to_archive(tree))):

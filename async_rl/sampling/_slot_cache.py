@@ -42,10 +42,21 @@ class SlotCache:
   def slots(self) -> np.ndarray:
     return (self._first + self._local).ravel()
 
-  def by_cost(self, slots: Sequence[int]) -> list[int]:
-    """Sorts slots for filling: first those that have rows, and as many on each device."""
-    held = set(self.slots.tolist())
-    return sorted(slots, key=lambda i: (i not in held, i % self._each))
+  def fill_order(self, live: np.ndarray) -> list[int]:
+    """Returns the free slots in the order in which to fill them: evenly over the devices, and first those with rows.
+
+    Args:
+      live: bool [B], the slots that are taken.
+    """
+    if not live.any():  # so that the devices and shapes of a batch do not depend on the one before
+      self._local = self._choose(live, self._shape[0])
+    held = np.isin(np.arange(live.size), self.slots)
+    ranks = np.empty(live.size, np.int64)
+    for first in self._first.ravel():
+      own = slice(first, first + self._each)
+      order = np.lexsort((~held[own], ~live[own]))  # live slots, then free ones with rows, then the others
+      ranks[own][order] = np.arange(self._each)
+    return sorted(np.flatnonzero(~live).tolist(), key=lambda i: (ranks[i], i))
 
   def rows_of(self, slots: Sequence[int]) -> np.ndarray:
     """Returns the rows of these slots, which must have some."""

@@ -272,8 +272,9 @@ def test_scored_groups_arrive_whole_and_in_order():
   ]
   sent = []
   hosts = runtime.Hosts()
-  hosts.count = 2
+  hosts.count = 3
   hosts.gather = lambda data: [*sent, sent.append(data) or data]
+  gather_scored(hosts, [], [], prompts)
   gather_scored(hosts, groups[1:2], [3.0, 4.0], prompts)
   found, proxies = gather_scored(hosts, groups[::2], [1.0, 2.0, 5.0, 6.0], prompts)
   assert proxies == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

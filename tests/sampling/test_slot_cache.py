@@ -78,7 +78,7 @@ def test_every_live_slot_keeps_what_it_has(axes):
   seen = set()
   for _ in range(30):
     live &= rng.random(slots) < rng.choice([0.2, 0.9])
-    fresh = cache.by_cost(np.flatnonzero(~live).tolist())[: int(rng.integers(0, (~live).sum() + 1) * rng.random())]
+    fresh = cache.fill_order(live)[: int(rng.integers(0, (~live).sum() + 1) * rng.random())]
     live[fresh] = True
     length = int(rng.choice(config.lengths))
     cache.resize(live, length)
@@ -100,3 +100,26 @@ def test_every_live_slot_keeps_what_it_has(axes):
     put = jax.device_put(new, programs.cache)
     cache.layers = (cache.layers[0], (put, cache.layers[1][1]))
   assert len(seen) > 2
+
+
+def test_devices_are_filled_evenly_and_a_batch_does_not_depend_on_the_one_before():
+  """Against another cache that never held anything; the least loaded device is filled first."""
+  slots, config = 64, dataclasses.replace(CONFIG, slots=64)
+  programs = _programs.Programs(make()[0], config, STOPS, mesh_of(data=2))
+  used, fresh = (_slot_cache.SlotCache(programs, slots) for _ in range(2))
+  rng = np.random.default_rng(0)
+  nothing, first = np.zeros(slots, bool), rng.random(slots) < 0.9
+  used.resize(first, 16)
+  used.resize(first & (rng.random(slots) < 0.2), 16)
+  for cache in (used, fresh):
+    live = nothing.copy()
+    for count in (12, 12):
+      filled = cache.fill_order(live)[:count]
+      live[filled] = True
+      loads = live.reshape(2, -1).sum(1)
+      assert abs(loads[0] - loads[1]) <= 1
+      cache.resize(live, 16)
+    if cache is used:
+      expected = cache.shape, live.copy()
+  assert fresh.shape == expected[0]
+  np.testing.assert_array_equal(live, expected[1])
