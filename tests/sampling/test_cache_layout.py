@@ -35,10 +35,7 @@ def test_the_order_of_the_cache_changes_no_sample(monkeypatch):
   same(got, sampling.generate(engine_of(), requests_of(range(7))), exact=False)
 
 
-@pytest.mark.parametrize("order", ["by position", "by head"])
-def test_decoding_on_tpus_holds_the_cache_once(tpu_chips, monkeypatch, order):
-  if order == "by head":  # what it costs otherwise: the day this fails, the special order can go
-    monkeypatch.setattr(_programs, "_cache_format", lambda heads, backend: heads)
+def test_decoding_on_tpus_holds_the_cache_once(tpu_chips):
   config = models.ModelConfig(
     vocab_size=256, d_model=128, num_layers=2, num_heads=16, num_kv_heads=8, head_dim=128, d_ff=128
   )
@@ -51,18 +48,15 @@ def test_decoding_on_tpus_holds_the_cache_once(tpu_chips, monkeypatch, order):
   cache = 2 * 2 * 64 * 8 * sizes.capacity * 128 * 2  # bytes of keys and values
   memory = program.memory_analysis()
   assert memory.alias_size_in_bytes >= cache, "the cache is updated in place"
-  if order == "by position":
-    assert memory.temp_size_in_bytes < cache / 10
-  else:
-    assert memory.temp_size_in_bytes > cache / 2
+  assert memory.temp_size_in_bytes < cache / 10
 
 
 @pytest.mark.parametrize(
   ("topology", "data", "tensor"), [("v5e:2x2", 1, 1), ("v5e:2x2", 2, 2), ("v5p:2x2x1", 4, 1), ("v6e:2x2", 1, 4)]
 )
 def test_the_ragged_kernel_takes_the_cache_as_it_lies(tpu_chips, topology, data, tensor):
-  """With the layers of Qwen3-0.6B, four of them: nothing as large as a part of a layer's cache is moved."""
-  config = dataclasses.replace(models.named("qwen3-0.6b"), num_layers=4, vocab_size=1024)
+  """With the layers of Qwen3-0.6B, two of them: nothing as large as a part of a layer's cache is moved."""
+  config = dataclasses.replace(models.named("qwen3-0.6b"), num_layers=2, vocab_size=1024)
   sizes = sampling.SamplerConfig(slots=256, group_size=8, max_prompt_tokens=320, max_new_tokens=256, chunk=32)
   mesh = rollout.make_mesh(tpu_chips(topology)[: data * tensor], tensor=tensor)
   programs = _programs.Programs(models.Policy(config), sizes, (1,), mesh)
@@ -70,9 +64,9 @@ def test_the_ragged_kernel_takes_the_cache_as_it_lies(tpu_chips, topology, data,
   layer = 2 * 256 * 8 * 576 * 128 * 2 // (data * tensor)  # bytes of keys and values, more than VMEM could take
   program = programs.trace_decode(256, 576).lower().compile()
   memory, text = program.memory_analysis(), program.as_text()
-  assert memory.alias_size_in_bytes >= 4 * layer, "the cache is updated in place"
+  assert memory.alias_size_in_bytes >= 2 * layer, "the cache is updated in place"
   assert memory.temp_size_in_bytes < layer / 4
-  assert text.count('custom_call_target="tpu_custom_call"') == 4
+  assert text.count('custom_call_target="tpu_custom_call"') == 2
   made = [x for found in _hlo.parse(text).computations.values() for x in found.values()]
   assert any(x.opcode == "copy" for x in made)
   moved = [x for x in made if x.opcode.startswith(("copy", "transpose", "all-gather", "all-to-all"))]
