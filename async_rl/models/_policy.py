@@ -154,7 +154,10 @@ class Policy:
     return ends.final_norm(x), tuple(new_cache)
 
   def init_cache(self, batch: int, length: int) -> Cache:
-    """Returns an empty cache of `batch` rows and `length` positions, of distinct arrays that can be donated."""
+    """Returns an empty cache of `batch` rows and `length` positions, of distinct arrays that can be donated.
+
+    On TPUs, whose kernel reads pages of positions, `length` must be a multiple of 16.
+    """
     shapes = [(batch, heads, length, width) for heads, width in self._cache_arrays]
     return tuple(tuple(jnp.zeros(shape, self._dtype) for shape in shapes) for _ in range(self.config.num_layers))
 

@@ -113,9 +113,7 @@ class Programs:
 
   def checksum(self, name: str) -> Callable[..., Any]:
     """Returns the program of `sum_part` for the parts of params of this name: a part -> uint32 []."""
-    part = next(part for other, part in weight_parts(self.params) if other == name)
-    jitted = jax.jit(sum_part, out_shardings=self.whole)
-    return self._get(("checksum", name), lambda: jitted.trace(part))
+    return self._get(("checksum", name), lambda: self._trace_checksum(name))
 
   def prefill(self, prefix: int) -> Callable[..., Any]:
     """Returns the program of `_decode.prefill` at this padded length: params, tokens -> keys and values."""
@@ -154,6 +152,10 @@ class Programs:
   def layer(self, slots: int, length: int) -> Any:
     """Returns one layer of an abstract cache of this shape."""
     return self._layer(slots, length, self.cache)
+
+  def _trace_checksum(self, name: str) -> jax.stages.Traced:
+    part = next(part for other, part in weight_parts(self.params) if other == name)
+    return jax.jit(sum_part, out_shardings=self.whole).trace(part)
 
   def _trace_prefill(self, prefix: int) -> jax.stages.Traced:
     tokens = self._integers((self.prefill_rows(prefix), prefix), self.rows)

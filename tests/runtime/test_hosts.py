@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import time
 
 import numpy as np
 import pytest
@@ -200,17 +199,15 @@ def alone(lost, folder):
 def first_lost(alone, folder):
   """Two processes again, of which the first was killed in its third step.
 
-  Returns statuses, errors, the seconds from then to the end of the other, and the tickets that each trained by version.
+  Returns statuses, errors, and the tickets that each trained by version.
   """
   processes = start("kill first", folder)
   try:
     processes[0].wait(timeout=600)
-    start_of_loss = time.monotonic()
-    processes[1].wait(timeout=120)
-    seconds = time.monotonic() - start_of_loss
+    processes[1].wait(timeout=600)
   finally:
     statuses, errors = finish(processes)
-  return statuses, errors, seconds, [trained(folder, name) for name in ("schedule.jsonl", "schedule_1.jsonl")]
+  return statuses, errors, [trained(folder, name) for name in ("schedule.jsonl", "schedule_1.jsonl")]
 
 
 def test_one_process_goes_on_where_two_were(alone):
@@ -227,7 +224,7 @@ def test_one_process_goes_on_where_two_were(alone):
 
 
 def test_two_processes_go_on_where_one_was(first_lost):
-  _, errors, _, tickets = first_lost
+  _, errors, tickets = first_lost
   assert "resumed at step 8 by 2 processes, saved by 1: unfinished groups, and 0 complete ones" in errors[0]
   for index, own in enumerate(tickets):
     assert [len(own[version]) for version in (8, 9)] == [2, 2]
@@ -235,10 +232,9 @@ def test_two_processes_go_on_where_one_was(first_lost):
 
 
 def test_the_loss_of_the_first_process_ends_the_others_with_the_cause(first_lost, folder):
-  statuses, errors, seconds, _ = first_lost
+  statuses, errors, _ = first_lost
   assert statuses == [-9, -6], errors  # -6 is an abort, of status 134
   assert "the leader task was preempted/died/restarted unexpectedly" in errors[1], errors
-  assert seconds < 60
   error, steps, _ = go_on_alone(folder, 12)
   assert re.search(r"resumed at step (9|10) by 1 processes, saved by 2", error)
   assert steps == list(range(1, 13))
