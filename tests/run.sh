@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The project's one check: lint, format, types, unit tests and doctests, a smoke run of every config, the notebooks.
-# Makes its own virtual environment; needs no compiler.   bash tests/run.sh [pytest options]
+# Makes its own virtual environment; needs no compiler.   bash tests/run.sh [--slow | pytest options]
+# With --slow also what takes long and repeats, as a whole command, what other tests see in parts; ten minutes more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE  # without files of bytecode, every process would compile JAX and Orbax for 4 s again
@@ -16,6 +17,11 @@ install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C
 
 pytest=(-m pytest -c tests/pytest.ini --rootdir=.)
 parallel=(-n 2 --dist loadfile --no-loadscope-reorder)
+chosen=(-m "not slow")
+if [ "$*" = --slow ]; then
+  shift
+  chosen=(-m "slow or not slow")
+fi
 if [ $# -eq 0 ]; then
   # These packages hold others back, so that they get an environment on top of the one that everything else is tested in.
   beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py tests/sampling/test_cache_layout.py)
@@ -24,8 +30,8 @@ if [ $# -eq 0 ]; then
   echo "$PWD"/.venv/lib/python3*/site-packages > "$(echo .venv/neighbors/lib/python3*/site-packages)/below.pth"
   install_into .venv/neighbors "[neighbors]"
   wait "$types"
-  .venv/neighbors/bin/python "${pytest[@]}" "${parallel[@]}" "${beside[@]}"
-  set -- "${beside[@]/#/--ignore=}"
+  .venv/neighbors/bin/python "${pytest[@]}" "${parallel[@]}" "${chosen[@]}" "${beside[@]}"
+  set -- "${chosen[@]}" "${beside[@]/#/--ignore=}"
 else
   wait "$types"
 fi

@@ -42,6 +42,7 @@ SIZES = {"groups": 4, "samples": 4, "slots": 16, "rows": 8, "warm_accuracy": 0.0
   assert len(shown) == 2
 
 
+@pytest.mark.slow
 def test_stabilizers(run):
   text, shown = run("stabilizers", "SEEDS, SHORT = 4, 20")
   assert "behavior [B, T] (64, 6) log_weights [B] (64,)" in text
@@ -55,6 +56,7 @@ def test_stabilizers(run):
   assert len(shown) == 1
 
 
+@pytest.mark.slow
 def test_lag_laboratory(run):
   parameters = """
 SEEDS, SIZES = 1, {"groups": 2, "samples": 4, "steps": 8, "probe_every": 2, "probe_prompts": 8}
@@ -68,6 +70,7 @@ RECORDED = {"steps": 4, "max_lag": 2}
   assert len(shown) == 4
 
 
+@pytest.mark.slow
 def test_gsm8k(run, tmp_path_factory):
   weights = chatting_weights(tmp_path_factory.mktemp("weights"))
   sizes = {"max_prompt_tokens": 512, "row_tokens": 640, "steps": 2}
@@ -78,6 +81,7 @@ def test_gsm8k(run, tmp_path_factory):
   assert len(shown) == 1
 
 
+@pytest.mark.slow
 def test_tpu_plan_without_the_compiler(run):
   text, shown = run("tpu_plan", "del SLICES['h100:2']")
   assert "There is no libtpu here; the plans below are for H100s instead." in text

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
 
 
+@pytest.mark.slow
 def test_tpu_plan(run):
   text, shown = run("tpu_plan", "del SLICES['v6e:2x4']")
   assert "quickstart: 0M parameters, 2 layers, on v5e:2x4" in text

@@ -8,6 +8,7 @@ from experiments.reproductions import async_rlhf
 
 
 @pytest.mark.usefixtures("two_devices")
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
   async_rlhf.main(["--smoke", "--folder", str(tmp_path / "runs"), "--results", str(tmp_path / "results")])
   printed = capsys.readouterr().out

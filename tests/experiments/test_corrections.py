@@ -173,6 +173,7 @@ def test_comparison_of_nothing_is_not_a_number():
 
 
 @pytest.mark.usefixtures("two_devices")
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
   result = corrections.main(["--smoke", "--lags", "0", "2", "--out", str(tmp_path)])
   assert list(result["lags"]) == ["0", "2"]

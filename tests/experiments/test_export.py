@@ -57,6 +57,7 @@ def test_the_folder_computes_what_the_checkpoint_does(tmp_path, monkeypatch, cap
   assert "folder exists" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_adapters_on_pretrained_weights_from_the_command_line(tmp_path, monkeypatch, capsys):
   """A Hugging Face folder, its adapters warmed up, trained, resumed and exported."""
   data = pathlib.Path(__file__).parents[1] / "data" / "gsm8k"

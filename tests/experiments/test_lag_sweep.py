@@ -460,6 +460,7 @@ def test_maxrl_divides_by_the_groups_mean():
   np.testing.assert_allclose(got[:, 0], [3, -1, -1, -1, 0, 0], rtol=1e-5)  # no success, no gradient
 
 
+@pytest.mark.slow
 def test_a_tiny_sweep(tmp_path, data_dir, capsys, monkeypatch):
   easy = lambda setting: lambda prompts, tokens: jnp.mean(tokens == 3, axis=1, dtype=jnp.float32)
   monkeypatch.setattr(problems, "reward_fn", easy)

@@ -158,6 +158,7 @@ def build(options):
 """
 
 
+@pytest.mark.slow
 def test_the_script_trains_the_code_of_this_clone(staging, start, tmp_path, monkeypatch):
   """The packed code trains a config with one process on the CPU, to its last step."""
   _script.pack_code(staging / "code.tar.gz")

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from experiments.benchmarks import predict
 
 
+@pytest.mark.slow
 def test_it_predicts_and_measures_a_learner_and_a_decode_step(tmp_path, capsys):
   predict.main(["--smoke", "--out", str(tmp_path / "predict.json")])
   result = json.loads((tmp_path / "predict.json").read_text())

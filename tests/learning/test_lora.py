@@ -76,7 +76,7 @@ def test_no_buffer_of_the_size_of_the_base_is_needed():
   assert adapters.alias_size_in_bytes > base_bytes  # the base is passed on, not copied
 
 
-@pytest.mark.parametrize("axes", [dict(data=2, fsdp=2, tensor=2), dict(data=8)])
+@pytest.mark.parametrize("axes", [dict(data=2, fsdp=2, tensor=2), pytest.param(dict(data=8), marks=pytest.mark.slow)])
 def test_sharded_equals_one_device(axes):
   params, metrics = run(make_learner(shape_of(8, 32), make_mesh(**axes), policy=ADAPTED), make_groups())
   expected_params, expected_metrics = run(make_learner(shape_of(), policy=ADAPTED), make_groups())

@@ -50,7 +50,9 @@ TABLE_BYTES = 2 * BIG_TABLE.vocab_size * BIG_TABLE.d_model
 HOISTING_LIBTPU = (0, 0, 52)
 
 
-@pytest.mark.parametrize("lora", [None, models.LoRA(rank=4)], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+  "lora", [None, pytest.param(models.LoRA(rank=4), marks=pytest.mark.slow)], ids=["weights", "adapters"]
+)
 def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chips, lora):
   """Nothing that is whole is summed, and nothing of a table is gathered in the loop of micro-batches."""
   mesh = rollout.make_mesh(tpu_chips("v5e:2x2"), fsdp=2)
@@ -71,6 +73,7 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chi
   assert max(x.nbytes for x in found if x.kind == "all-reduce" and x.joins(0, 1)) < TABLE_BYTES // 2
 
 
+@pytest.mark.slow
 def test_between_slices_goes_one_sum_of_gradients_a_step_and_nothing_else(tpu_chips):
   """Learners are data parallel over two slices, each of which samples: no push and nothing of sampling crosses."""
   chips = tpu_chips("v5e:2x2", num_slices=2)

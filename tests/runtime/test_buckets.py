@@ -26,6 +26,7 @@ def losses_of(summary):
   return [(row["step"], row["loss"]) for row in rows(summary)]
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_saves_resumes_as_the_undisturbed_one(bucket, make, draws_pictures):
   options = dict(steps=5, checkpoint_every=2, lag="heavy", max_lag=3)
   killed = {}  # what the bucket held when the checkpoint of step 4 was all but committed

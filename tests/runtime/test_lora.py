@@ -113,6 +113,7 @@ def test_sampler_and_learner_agree_at_lag_zero_while_weights_change(tmp_path):
   assert max(fresh) < 1e-5
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
   make = lambda name, **given: tiny_lora(tmp_path / name, lag="heavy", checkpoint_every=2, **given)
   _, whole, host = run(make("whole"))

@@ -13,6 +13,7 @@ from async_rl import stabilizers
 pytestmark = pytest.mark.usefixtures("two_devices")
 
 
+@pytest.mark.slow
 def test_the_recipe_learns_at_a_lag(tmp_path):
   """The same objects as in the example of lag_sweep.md."""
   experiment = tiny(

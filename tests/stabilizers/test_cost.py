@@ -8,6 +8,7 @@ from experiments.benchmarks import stabilizer_cost
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.slow
 def test_benchmark_runs_and_counts_the_buffers(tmp_path, capsys):
   out = tmp_path / "cost.json"
   result = stabilizer_cost.main(["--smoke", "--out", str(out)])
