@@ -20,8 +20,8 @@ class Ledger:
   remainder with the tokens that those places hold.
 
   The checksum of a version is that of the weights which the sampler held, `Sampler.checksum`. It is the same on every
-  process of a run. Checkpoints record the checksums but do not bring them back: the one of a damaged copy would refuse
-  the right weights after every restart.
+  process of a run. Checksums are compared with those entered since the start of the process: the one of a damaged copy,
+  brought back by a checkpoint, would refuse the right weights after every restart.
   """
 
   def __init__(self) -> None:
@@ -29,6 +29,7 @@ class Ledger:
     self._generated = 0
     self._ended: collections.Counter[str] = collections.Counter(trained=0, stale=0)
     self._checksums: dict[int, int] = {}
+    self._brought_back: frozenset[int] = frozenset()  # versions whose checksums are a checkpoint's
 
   def add_generated(self, tokens: int) -> None:
     """Enters newly drawn tokens."""
@@ -76,9 +77,12 @@ class Ledger:
     """Enters the checksum of weights that draw tokens.
 
     Raises:
-      AssertionError: if other weights of this version drew tokens before.
+      AssertionError: if other weights of this version drew tokens before, in this process.
     """
     with self._lock:
+      if version in self._brought_back:
+        self._brought_back -= {version}
+        del self._checksums[version]
       entered = self._checksums.setdefault(version, checksum)
       if entered != checksum:
         raise AssertionError(
@@ -89,14 +93,15 @@ class Ledger:
         del self._checksums[old]
 
   def weights(self, since: int = 0) -> dict[int, int]:
-    """Returns the checksums of the weights that drew tokens, by version, from version `since` on."""
+    """Returns the checksums of the weights that drew tokens in this process, by version, from version `since` on."""
     with self._lock:
-      return {version: checksum for version, checksum in self._checksums.items() if version >= since}
+      own = self._checksums.keys() - self._brought_back
+      return {version: self._checksums[version] for version in sorted(own) if version >= since}
 
   def state(self) -> dict[str, Any]:
     """Returns the accounts as numbers, for a checkpoint."""
     with self._lock:
-      checksums = {str(version): checksum for version, checksum in self._checksums.items()}
+      checksums = {str(version): self._checksums[version] for version in sorted(self._checksums)}
       return {"generated": self._generated, "ended": dict(self._ended), "weights": checksums}
 
   def restore(self, state: dict[str, Any], saved: int) -> None:
@@ -110,6 +115,8 @@ class Ledger:
     with self._lock:
       self._generated = state["generated"]
       self._ended = collections.Counter(state["ended"])
+      self._checksums = {int(version): checksum for version, checksum in state.get("weights", {}).items()}
+      self._brought_back = frozenset(self._checksums)
       lost = self._generated - self._ended.total() - saved
     if lost:
       self.close_failed(lost, "restart")
@@ -123,8 +130,9 @@ class Ledger:
     ended: collections.Counter[str] = collections.Counter()
     for state in states:
       ended.update(state["ended"])
+    weights = {version: checksum for state in states for version, checksum in state.get("weights", {}).items()}
     generated = sum(state["generated"] for state in states)
-    self.restore({"generated": generated, "ended": ended}, saved=0)
+    self.restore({"generated": generated, "ended": ended, "weights": weights}, saved=0)
 
 
 def _checked(tokens: int) -> int:

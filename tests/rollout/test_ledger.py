@@ -71,9 +71,12 @@ def test_weights_of_one_version_have_one_checksum_and_a_restart_compares_with_no
   for other in (resumed, merged):
     assert other.weights() == {}
     other.add_weights(5, 18)
+    assert other.weights() == {5: 18}
+    assert other.state()["weights"] == {"3": 0xC0FFEE, "5": 18}
   for version in range(6, 2000):
     resumed.add_weights(version, version)
   assert min(resumed.weights()) == 1000
+  assert "3" not in resumed.state()["weights"]
 
 
 def test_threads():
