@@ -29,7 +29,7 @@ class Ledger:
     self._generated = 0
     self._ended: collections.Counter[str] = collections.Counter(trained=0, stale=0)
     self._checksums: dict[int, int] = {}
-    self._brought_back: frozenset[int] = frozenset()  # versions whose checksums are a checkpoint's
+    self._earlier: dict[int, int] = {}  # the checksums of a checkpoint, for the next one
 
   def add_generated(self, tokens: int) -> None:
     """Enters newly drawn tokens."""
@@ -80,28 +80,23 @@ class Ledger:
       AssertionError: if other weights of this version drew tokens before, in this process.
     """
     with self._lock:
-      if version in self._brought_back:
-        self._brought_back -= {version}
-        del self._checksums[version]
       entered = self._checksums.setdefault(version, checksum)
       if entered != checksum:
         raise AssertionError(
           f"The sampler's weights of step {version} have the checksum {checksum:08x}, those that it held before have "
           f"{entered:08x}: a copy of them is damaged."
         )
-      for old in sorted(self._checksums)[:-_KEPT_VERSIONS]:
-        del self._checksums[old]
+      self._checksums = _latest(self._checksums)
 
   def weights(self, since: int = 0) -> dict[int, int]:
     """Returns the checksums of the weights that drew tokens in this process, by version, from version `since` on."""
     with self._lock:
-      own = self._checksums.keys() - self._brought_back
-      return {version: self._checksums[version] for version in sorted(own) if version >= since}
+      return {version: checksum for version, checksum in self._checksums.items() if version >= since}
 
   def state(self) -> dict[str, Any]:
     """Returns the accounts as numbers, for a checkpoint."""
     with self._lock:
-      checksums = {str(version): self._checksums[version] for version in sorted(self._checksums)}
+      checksums = {str(version): checksum for version, checksum in _latest(self._earlier | self._checksums).items()}
       return {"generated": self._generated, "ended": dict(self._ended), "weights": checksums}
 
   def restore(self, state: dict[str, Any], saved: int) -> None:
@@ -115,8 +110,7 @@ class Ledger:
     with self._lock:
       self._generated = state["generated"]
       self._ended = collections.Counter(state["ended"])
-      self._checksums = {int(version): checksum for version, checksum in state.get("weights", {}).items()}
-      self._brought_back = frozenset(self._checksums)
+      self._earlier = {int(version): checksum for version, checksum in state.get("weights", {}).items()}
       lost = self._generated - self._ended.total() - saved
     if lost:
       self.close_failed(lost, "restart")
@@ -133,6 +127,11 @@ class Ledger:
     weights = {version: checksum for state in states for version, checksum in state.get("weights", {}).items()}
     generated = sum(state["generated"] for state in states)
     self.restore({"generated": generated, "ended": ended, "weights": weights}, saved=0)
+
+
+def _latest(checksums: dict[int, int]) -> dict[int, int]:
+  """Returns the checksums of the versions that are kept, ascending."""
+  return dict(sorted(checksums.items())[-_KEPT_VERSIONS:])
 
 
 def _checked(tokens: int) -> int:
