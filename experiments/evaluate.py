@@ -149,59 +149,41 @@ def evaluate(
   options = {name: value for name, value in locals().items() if name not in PROCESS_OPTIONS}
   with join_hosts(Devices(coordinator=coordinator, process_id=process_id, num_processes=num_processes)) as hosts:
     check_same(hosts, options)
-    return _evaluate(hosts, **options)
-
-
-def _evaluate(
-  hosts: Hosts,
-  run_dir: str,
-  samples: int,
-  temperature: float | None,
-  prompts: int | None,
-  split: str,
-  step: int | None,
-  weights: str | None,
-  max_completion_tokens: int | None,
-  max_prompt_tokens: int | None,
-  skip_bad_prompts: bool,
-  config: str | None,
-) -> dict[str, float]:
-  """Evaluates in the processes that were joined; the first of them prints."""
-  if prompts is not None and prompts < 1:
-    raise ValueError(f"*prompts* must be at least 1, got prompts={prompts}; leave it out for all.")
-  limits = {"max_completion_tokens": max_completion_tokens, "max_prompt_tokens": max_prompt_tokens}
-  changes = {name: value for name, value in limits.items() if value is not None}
-  if skip_bad_prompts:
-    changes["skip_bad_prompts"] = True
-  experiment = load_experiment(run_dir, config, **changes)
-  if temperature is None:
-    temperature = 0.0 if samples == 1 else experiment.options.rollout.temperature
-  mesh = experiment.make_meshes().learner
-  if weights is None:
-    params, step = restore_policy(experiment, experiment.make_learner(mesh), step)
-    evaluated = f"step {step}"
-  else:
-    experiment, checkpoint = load_weights(experiment, weights)
-    params = models.load_params(checkpoint, experiment.make_learner(mesh).state_shardings.params)
-    evaluated = weights
-  found = experiment.task.prompts(split)[:prompts]
-  check = experiment.encoder.check(found, skip=experiment.options.rollout.skip_bad_prompts)
-  rewards, failures = score(experiment, params, check.select(found), samples, temperature, hosts)
-  if len(failures) == rewards.size:
-    raise ValueError(f"all {rewards.size} rewards failed, the first: {failures[0]}")
-  results = {f"avg@{samples}": mean_and_interval(rewards.mean(axis=1))}
-  correct = (rewards >= 1.0).sum(axis=1)
-  for k in [2**i for i in range(samples.bit_length()) if samples > 1]:
-    results[f"pass@{k}"] = mean_and_interval(pass_at_k(correct, samples, k))
-  lines = [f"{experiment.name}, {evaluated}, {len(rewards)} {split} prompts, temperature {temperature:g}"]
-  if check.skipped:
-    lines.append(f"{check.describe()}")
-  if failures:
-    lines.append(f"{len(failures)} of {rewards.size} rewards failed and count as 0, the first: {failures[0]}")
-  lines += [f"{name:8} {mean:.4f} ± {half:.4f}" for name, (mean, half) in results.items()]
-  if hosts.first:
-    print("\n".join(lines))
-  return {name: mean for name, (mean, _) in results.items()}
+    if prompts is not None and prompts < 1:
+      raise ValueError(f"*prompts* must be at least 1, got prompts={prompts}; leave it out for all.")
+    limits = {"max_completion_tokens": max_completion_tokens, "max_prompt_tokens": max_prompt_tokens}
+    changes = {name: value for name, value in limits.items() if value is not None}
+    if skip_bad_prompts:
+      changes["skip_bad_prompts"] = True
+    experiment = load_experiment(run_dir, config, **changes)
+    if temperature is None:
+      temperature = 0.0 if samples == 1 else experiment.options.rollout.temperature
+    mesh = experiment.make_meshes().learner
+    if weights is None:
+      params, step = restore_policy(experiment, experiment.make_learner(mesh), step)
+      evaluated = f"step {step}"
+    else:
+      experiment, checkpoint = load_weights(experiment, weights)
+      params = models.load_params(checkpoint, experiment.make_learner(mesh).state_shardings.params)
+      evaluated = weights
+    found = experiment.task.prompts(split)[:prompts]
+    check = experiment.encoder.check(found, skip=experiment.options.rollout.skip_bad_prompts)
+    rewards, failures = score(experiment, params, check.select(found), samples, temperature, hosts)
+    if len(failures) == rewards.size:
+      raise ValueError(f"all {rewards.size} rewards failed, the first: {failures[0]}")
+    results = {f"avg@{samples}": mean_and_interval(rewards.mean(axis=1))}
+    correct = (rewards >= 1.0).sum(axis=1)
+    for k in [2**i for i in range(samples.bit_length()) if samples > 1]:
+      results[f"pass@{k}"] = mean_and_interval(pass_at_k(correct, samples, k))
+    lines = [f"{experiment.name}, {evaluated}, {len(rewards)} {split} prompts, temperature {temperature:g}"]
+    if check.skipped and (left_out := check.describe()):
+      lines.append(left_out)
+    if failures:
+      lines.append(f"{len(failures)} of {rewards.size} rewards failed and count as 0, the first: {failures[0]}")
+    lines += [f"{name:8} {mean:.4f} ± {half:.4f}" for name, (mean, half) in results.items()]
+    if hosts.first:
+      print("\n".join(lines))
+    return {name: mean for name, (mean, _) in results.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -62,10 +62,22 @@ def complete(
   Returns:
     The groups in the order of the requests.
   """
+
+  def work(own: Sequence[Request]) -> tuple[list[ScoredGroup], list[float]]:
+    return _complete(sampler, encoder, own, samples, rewards, between_chunks), []
+
+  return _deal(hosts, requests, work)[0]
+
+
+def _deal(
+  hosts: Hosts | None,
+  requests: Sequence[Request],
+  work: Callable[[Sequence[Request]], tuple[list[ScoredGroup], list[float]]],
+) -> tuple[list[ScoredGroup], list[float]]:
+  """Has each process work on its share of the requests; returns the groups and proxies of all, in order."""
   hosts = hosts or Hosts()
-  own = requests[hosts.index :: hosts.count]
-  groups = hosts.agree(lambda: _complete(sampler, encoder, own, samples, rewards, between_chunks))
-  return gather_scored(hosts, groups, [], [request.prompt for request in requests])[0]
+  found = hosts.agree(lambda: work(requests[hosts.index :: hosts.count]))
+  return gather_scored(hosts, *found, [request.prompt for request in requests])
 
 
 def _complete(
@@ -121,14 +133,13 @@ def evaluate(
     failed, whose stand-ins are part of the accuracy) and, with `proxy`, its mean reward; and the groups in the order of
     the prompts.
   """
-  hosts = hosts or Hosts()
   requests = [encoder.encode(UNTRAINED_TICKETS + i, prompt) for i, prompt in enumerate(prompts)]
 
-  def work() -> tuple[list[ScoredGroup], list[float]]:
-    groups = _complete(sampler, encoder, requests[hosts.index :: hosts.count], samples, rewards, between_chunks)
+  def work(own: Sequence[Request]) -> tuple[list[ScoredGroup], list[float]]:
+    groups = _complete(sampler, encoder, own, samples, rewards, between_chunks)
     return groups, [] if proxy is None else _score(proxy, encoder, groups)
 
-  groups, proxies = gather_scored(hosts, *hosts.agree(work), prompts)
+  groups, proxies = _deal(hosts, requests, work)
   completions = [c for group in groups for c in group.completions]
   accuracy, interval = mean_and_interval(np.array([[r.value for r in group.results] for group in groups]).mean(axis=1))
   metrics = {

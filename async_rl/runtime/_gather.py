@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -63,11 +64,12 @@ def gather_scored(
     Group(g.request, g.completions, np.array(v), tuple(k for k, r in enumerate(g.results) if r.failed))
     for g, v in zip(own, values, strict=True)
   ]
+  left = iter(proxies)
   tree = {
     "groups": groups_to_arrays(groups),
     "values": values,
     "reasons": [[result.reason for result in group.results] for group in own],
-    "proxies": np.reshape(proxies, (max(1, len(own)), -1)).tolist()[: len(own)],
+    "proxies": [list(itertools.islice(left, len(group.results))) for group in own],
   }
   scored = []
   for archive in map(from_archive, hosts.gather(to_archive(tree))):
