@@ -254,6 +254,8 @@ class Engine(Sampler):
     return {i: s for i, s in enumerate(self._slots) if s is not None}
 
   def _admit(self) -> list[_Work]:
+    if not self._waiting:
+      return []
     free = self._cache.fill_order(np.array([s is not None for s in self._slots]))
     work = []
     while self._waiting and len(self._waiting[0]) <= len(free):

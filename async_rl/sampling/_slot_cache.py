@@ -18,7 +18,7 @@ class SlotCache:
 
   Attributes:
     layers: the keys and values of L layers, each [M, N, S, d].
-    slots: int64 [M], the slot whose row this is, ascending.
+    shape: M and S, the numbers of rows and positions.
 
   Args:
     programs: the programs, which say the shapes that there are.
@@ -27,19 +27,15 @@ class SlotCache:
 
   def __init__(self, programs: Programs, slots: int):
     self._programs = programs
-    self._shape = programs.shapes[0]
+    self.shape = programs.shapes[0]
     self._first = np.arange(programs.shards)[:, None] * (slots // programs.shards)  # each device's first slot
     self._each = slots // programs.shards
-    self._local = self._choose(np.zeros(slots, np.bool_), self._shape[0])
-    self.layers = programs.init_cache(*self._shape)
-
-  @property
-  def shape(self) -> tuple[int, int]:
-    """Returns M and S, the numbers of rows and positions."""
-    return self._shape
+    self._local = self._choose(np.zeros(slots, np.bool_), self.shape[0])
+    self.layers = programs.init_cache(*self.shape)
 
   @property
   def slots(self) -> np.ndarray:
+    """Returns the slot whose row each is, int64 [M], ascending."""
     return (self._first + self._local).ravel()
 
   def fill_order(self, live: np.ndarray) -> list[int]:
@@ -49,7 +45,7 @@ class SlotCache:
       live: bool [B], the slots that are taken.
     """
     if not live.any():  # so that the devices and shapes of a batch do not depend on the one before
-      self._local = self._choose(live, self._shape[0])
+      self._local = self._choose(live, self.shape[0])
     held = np.isin(np.arange(live.size), self.slots)
     ranks = np.empty(live.size, np.int64)
     for first in self._first.ravel():
@@ -74,18 +70,18 @@ class SlotCache:
     shards = self._programs.shards
     count = shards * live.reshape(shards, -1).sum(1).max()
     shape = next(s for s in self._programs.shapes if s[0] >= count and s[1] >= length)
-    if shape == self._shape and np.isin(np.flatnonzero(live), self.slots).all():
+    if shape == self.shape and np.isin(np.flatnonzero(live), self.slots).all():
       return
     new = self._choose(live, shape[0])
-    old = np.full((shards, self._each), self._shape[0])  # beyond the last row: nothing to take along
+    old = np.full((shards, self._each), self.shape[0])  # beyond the last row: nothing to take along
     np.put_along_axis(old, self._local, np.arange(self._local.shape[1])[None], 1)
     rows = np.take_along_axis(old, new, 1).ravel().astype(np.int32)
     rows = jax.device_put(rows, self._programs.rows)
-    program = self._programs.resize(self._shape, shape)
+    program = self._programs.resize(self.shape, shape)
     layers, self.layers = list(self.layers), ()
     for i in range(len(layers)):
       layers[i] = program(layers[i], rows)
-    self.layers, self._shape, self._local = tuple(layers), shape, new
+    self.layers, self.shape, self._local = tuple(layers), shape, new
 
   def _choose(self, live: np.ndarray, count: int) -> np.ndarray:
     """Returns the slots, numbered on their devices, that get `count` rows: int64 [devices, rows of each]."""
