@@ -154,24 +154,23 @@ def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwid
   seconds, floor = 0.0, 0.0
   for ticket in range(case.slots // GROUP):
     engine.submit(make_request(policy, ticket, case.prompt))
-  done = engine.step()  # with the prefill, which is not measured
-  skipped = chunk
+  done = engine.step()  # with the prefill: the first chunk is not measured
   while not engine.idle:
     start = time.perf_counter()
     done += engine.step()
     seconds += time.perf_counter() - start
   lengths = np.array([len(c.tokens) for c in done])
-  for step in range(skipped, lengths.max()):
+  for step in range(chunk, lengths.max()):
     live = (lengths > step).sum()
     floor += floor_of(policy, params, live * (case.prompt + step), bandwidth)
-  steps = int(lengths.max()) - skipped
+  steps = int(lengths.max()) - chunk
   return {
     "slots": case.slots,
     "mean_length": round(float(lengths.mean()), 1),
     "longest": int(lengths.max()),
     "ms_per_step": round(1e3 * seconds / steps, 3),
     "ratio_to_floor": round(seconds / floor, 2),
-    "tokens_per_s": round(float(np.maximum(lengths - skipped, 0).sum()) / seconds),
+    "tokens_per_s": round(float(np.maximum(lengths - chunk, 0).sum()) / seconds),
   }
 
 
@@ -200,11 +199,9 @@ def main() -> None:
   for case in SMOKE_CASES if args.smoke else CASES:
     for attention in args.attention:
       report(attention, measure(Policy(config, attention=attention), params, case, chunk, bandwidth))
-  tail = Case(32, 40, 128) if args.smoke else Case(512, 320, 832)
+  tail, chunk = (Case(32, 40, 128), 8) if args.smoke else (Case(512, 320, 832), 16)
   for attention in args.attention:
-    report(
-      attention, measure_tail(Policy(config, attention=attention), params, tail, 8 if args.smoke else 16, bandwidth)
-    )
+    report(attention, measure_tail(Policy(config, attention=attention), params, tail, chunk, bandwidth))
 
 
 if __name__ == "__main__":
