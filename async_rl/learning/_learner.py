@@ -15,6 +15,10 @@ from async_rl import models
 from async_rl import stabilizers
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._copied_score import CopiedScore
+from async_rl.learning._learner_metrics import LAG_EDGES
+from async_rl.learning._learner_metrics import Collected
+from async_rl.learning._learner_metrics import batch_metrics
+from async_rl.learning._learner_metrics import optimizer_metrics
 from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
@@ -22,10 +26,6 @@ from async_rl.learning._objective import Objective
 from async_rl.learning._placement import PlacedModel
 from async_rl.learning._placement import collect
 from async_rl.learning._placement import micro_batch
-from async_rl.learning._telemetry import LAG_EDGES
-from async_rl.learning._telemetry import Collected
-from async_rl.learning._telemetry import batch_metrics
-from async_rl.learning._telemetry import optimizer_metrics
 from async_rl.types import Batch
 from async_rl.types import TrainState
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from async_rl.losses._policy import PolicyLoss
-from async_rl.losses._policy import per_token
+from async_rl.losses._policy_gradient import PolicyLoss
+from async_rl.losses._policy_gradient import per_token
 from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import mean_log_ratios

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from async_rl.losses._clipped import clipped_surrogate
-from async_rl.losses._policy import PolicyLoss
+from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._rejection import restrict

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from async_rl.losses._aggregation import divide_or_zero
-from async_rl.losses._policy import PolicyLoss
+from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._ratios import check_groups
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import check_rows

@@ -2,7 +2,7 @@
 
 Rejected tokens have loss 0 and are absent from `PolicyLoss.keep`; whether they stay in the denominator is decided where
 the loss is aggregated. The inner loss sees the whole mask, so its sequence weights do not depend on the rejection.
-The signature is that of `async_rl.losses._policy`.
+The signature is that of `async_rl.losses._policy_gradient`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from async_rl.losses._clipped import ppo_clip
-from async_rl.losses._policy import PolicyLoss
-from async_rl.losses._policy import PolicyLossFn
-from async_rl.losses._policy import per_token
-from async_rl.losses._policy import reinforce
-from async_rl.losses._policy import sequence_tis
-from async_rl.losses._policy import token_tis
+from async_rl.losses._policy_gradient import PolicyLoss
+from async_rl.losses._policy_gradient import PolicyLossFn
+from async_rl.losses._policy_gradient import per_token
+from async_rl.losses._policy_gradient import reinforce
+from async_rl.losses._policy_gradient import sequence_tis
+from async_rl.losses._policy_gradient import token_tis
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import mean_log_ratios

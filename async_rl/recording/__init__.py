@@ -9,9 +9,9 @@ from async_rl.recording._metrics import check_wandb
 from async_rl.recording._metrics import read_metrics
 from async_rl.recording._metrics import staleness_histogram
 from async_rl.recording._progress import Progress
-from async_rl.recording._report import compare_runs
-from async_rl.recording._report import report_run
-from async_rl.recording._report import tabulate_final_values
-from async_rl.recording._report import write_report
 from async_rl.recording._run_folder import RunFolder
 from async_rl.recording._run_folder import RunFolderError
+from async_rl.recording._run_report import compare_runs
+from async_rl.recording._run_report import report_run
+from async_rl.recording._run_report import tabulate_final_values
+from async_rl.recording._run_report import write_report

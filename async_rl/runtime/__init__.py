@@ -21,10 +21,10 @@ from async_rl.runtime._options import Schedule
 from async_rl.runtime._options import Training
 from async_rl.runtime._options import flatten
 from async_rl.runtime._options import override
-from async_rl.runtime._reward_model import RewardModelStage
-from async_rl.runtime._reward_model import abstract_reward_model
-from async_rl.runtime._reward_model import make_scorer
-from async_rl.runtime._reward_model import pair_accuracy
+from async_rl.runtime._reward_model_stage import RewardModelStage
+from async_rl.runtime._reward_model_stage import abstract_reward_model
+from async_rl.runtime._reward_model_stage import make_scorer
+from async_rl.runtime._reward_model_stage import pair_accuracy
 from async_rl.runtime._run import Summary
 from async_rl.runtime._run import train
 from async_rl.runtime._session import Session

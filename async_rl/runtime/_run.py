@@ -11,8 +11,8 @@ import jax
 from async_rl import tasks
 from async_rl._paths import list_folder
 from async_rl.recording._metrics import check_wandb
-from async_rl.recording._report import write_report
 from async_rl.recording._run_folder import RunFolder
+from async_rl.recording._run_report import write_report
 from async_rl.rollout._buffer import EndOfData
 from async_rl.runtime._drivers import drive
 from async_rl.runtime._experiment import Experiment

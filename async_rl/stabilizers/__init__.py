@@ -43,6 +43,10 @@ from async_rl.stabilizers._ess_probe import ScaleByEssProbeState
 from async_rl.stabilizers._ess_probe import attach_ess_probe
 from async_rl.stabilizers._ess_probe import ess_probe
 from async_rl.stabilizers._ess_probe import scale_by_ess_probe
+from async_rl.stabilizers._gradient_trackers import TrackCosineState
+from async_rl.stabilizers._gradient_trackers import TrackNormState
+from async_rl.stabilizers._gradient_trackers import track_cosine
+from async_rl.stabilizers._gradient_trackers import track_norm
 from async_rl.stabilizers._lag_controller import LagController
 from async_rl.stabilizers._lag_controller import LagControllerState
 from async_rl.stabilizers._lag_controller import control_lag
@@ -50,7 +54,3 @@ from async_rl.stabilizers._lead import LeadByMomentumState
 from async_rl.stabilizers._lead import has_lead
 from async_rl.stabilizers._lead import lead_by_momentum
 from async_rl.stabilizers._lead import leading_params
-from async_rl.stabilizers._telemetry import TrackCosineState
-from async_rl.stabilizers._telemetry import TrackNormState
-from async_rl.stabilizers._telemetry import track_cosine
-from async_rl.stabilizers._telemetry import track_norm

@@ -12,7 +12,7 @@ import optax
 from jax.typing import DTypeLike
 
 from async_rl import _validation
-from async_rl.stabilizers import _statistics
+from async_rl.stabilizers import _gradient_statistics
 
 Kappa = Literal["cap", "remove", "match"]
 Previous = Literal["raw", "projected"]
@@ -147,7 +147,7 @@ def control_alignment(
   def update(
     updates: optax.Updates, state: ControlAlignmentState, params: optax.Params | None = None, **extra_args: Any
   ) -> tuple[optax.Updates, ControlAlignmentState]:
-    products = _statistics.gradient_products(updates, state.alignment_previous)
+    products = _gradient_statistics.gradient_products(updates, state.alignment_previous)
     aligned = products.defined & (products.cosine >= high)
     aligned_count = jnp.where(products.finite & ~aligned, 0, state.consecutive_aligned_count)
     aligned_count = jnp.where(aligned, optax.safe_increment(aligned_count), aligned_count)
@@ -195,7 +195,7 @@ def _remaining_share(cosine: jax.Array, low: float | jax.Array, kappa: Kappa) ->
 
 def _subtract(x: Any, factor: jax.Array, y: Any) -> Any:
   """Returns x - factor y, leaf by leaf, computed in float32 or wider, in the dtypes of x."""
-  wide = _statistics.at_least_float32
+  wide = _gradient_statistics.at_least_float32
   return jax.tree.map(lambda a, b: (wide(a) - factor * wide(b)).astype(a.dtype), x, y)
 
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from async_rl import _arrays
 from async_rl import _validation
-from async_rl.stabilizers import _statistics
+from async_rl.stabilizers import _gradient_statistics
 
 
 class ScaleByEssState(NamedTuple):
@@ -220,7 +220,7 @@ def scale_of_ratio(ratio: jax.Array, power: float | jax.Array, on_policy_ratio: 
 
 def scale_updates(updates: optax.Updates, scale: jax.Array, ratio: jax.Array) -> optax.Updates:
   """Returns *updates* times *scale* in their dtypes, and zeros where *ratio* is 0, whatever the updates are."""
-  scaled = jax.tree.map(lambda u: (scale * _statistics.at_least_float32(u)).astype(u.dtype), updates)
+  scaled = jax.tree.map(lambda u: (scale * _gradient_statistics.at_least_float32(u)).astype(u.dtype), updates)
   return jax.tree.map(lambda u: jnp.where(ratio > 0, u, jnp.zeros_like(u)), scaled)
 
 

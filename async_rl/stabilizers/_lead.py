@@ -9,7 +9,7 @@ import optax
 from jax.typing import DTypeLike
 
 from async_rl import _validation
-from async_rl.stabilizers import _statistics
+from async_rl.stabilizers import _gradient_statistics
 
 
 class LeadByMomentumState(NamedTuple):
@@ -93,7 +93,7 @@ def lead_by_momentum(
       step, inner_state = inner.update(zeros, inner_state, at, **extra_args)
       return jax.tree.map(lambda x, u: x + u.astype(x.dtype), lead, step), inner_state
 
-    wide = _statistics.at_least_float32
+    wide = _gradient_statistics.at_least_float32
     no_lead = jax.tree.map(lambda g: jnp.zeros_like(wide(g)), updates)
     lead, _ = jax.lax.fori_loop(0, lag, step_ahead, (no_lead, inner_state))
     lead = jax.tree.map(lambda x, old: jnp.where(jnp.isfinite(x), x, 0.0).astype(old.dtype), lead, state.lead)

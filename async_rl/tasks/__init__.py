@@ -12,8 +12,6 @@ from async_rl.tasks._numbers import final_answer
 from async_rl.tasks._prompt_check import PromptCheck
 from async_rl.tasks._prompt_check import check_prompts
 from async_rl.tasks._reasoning_gym import ReasoningGym
-from async_rl.tasks._registry import TASKS
-from async_rl.tasks._registry import make
 from async_rl.tasks._reward_pool import RewardPool
 from async_rl.tasks._reward_pool import RewardResult
 from async_rl.tasks._reward_pool import Scorer
@@ -27,3 +25,5 @@ from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import SupervisedTask
 from async_rl.tasks._task import Task
 from async_rl.tasks._task import ToolTask
+from async_rl.tasks._task_registry import TASKS
+from async_rl.tasks._task_registry import make

@@ -25,7 +25,7 @@ from typing import Any
 from typing import NamedTuple
 
 from async_rl.recording import read_metrics
-from experiments.benchmarks._children import run_on_devices
+from experiments.benchmarks._run_on_devices import run_on_devices
 
 
 class Run(NamedTuple):

@@ -43,7 +43,7 @@ from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl.recording import read_metrics
-from experiments.benchmarks._children import run_on_devices
+from experiments.benchmarks._run_on_devices import run_on_devices
 from experiments.benchmarks.decode_speed import QWEN3_06B
 from experiments.benchmarks.stabilizer_cost import make_batch
 

@@ -20,6 +20,8 @@ from experiments.launch import _pods
 from experiments.launch import _queued
 from experiments.launch import _tpu_vm
 from experiments.launch import _xpk
+from experiments.launch._check_plan import check_plan
+from experiments.launch._check_plan import plan_command
 from experiments.launch._commands import CommandError
 from experiments.launch._commands import run
 from experiments.launch._commands import run_unless_missing
@@ -28,8 +30,6 @@ from experiments.launch._job import Job
 from experiments.launch._job import make_name
 from experiments.launch._machines import Place
 from experiments.launch._machines import Zone
-from experiments.launch._plan import check_plan
-from experiments.launch._plan import plan_command
 from experiments.launch._pods import Cluster
 from experiments.launch._pods import Image
 from experiments.launch._script import ROOT

@@ -17,8 +17,8 @@ from experiments import configs
 from experiments.plan._chips import CHIPS
 from experiments.plan._chips import parse_topology
 from experiments.plan._plan import make_plan
-from experiments.plan._report import to_json
-from experiments.plan._report import to_text
+from experiments.plan._plan_report import to_json
+from experiments.plan._plan_report import to_text
 from experiments.plan._request import Request
 from experiments.plan._shapes import with_model
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 from typing import Literal
 
-from experiments.plan._children import measure_all
+from experiments.plan._measure_all import measure_all
 from experiments.plan._request import Request
 from experiments.plan._summary import Summary
 from experiments.plan._summary import extrapolate

@@ -8,8 +8,8 @@ import pytest
 from experiments import configs
 from experiments.plan import __main__ as command
 from experiments.plan import _balance
-from experiments.plan import _children
 from experiments.plan import _measure
+from experiments.plan import _measure_all
 from experiments.plan import _plan
 from experiments.plan import _request
 from experiments.plan import _summary
@@ -89,7 +89,7 @@ def test_options_that_do_not_fit_the_devices_are_explained(in_this_process, caps
 
 
 def test_a_program_that_takes_too_long_is_named():
-  head, results = _children.measure_all(request("quickstart", "--topology", "h100:2"), 0.0, ("decode",))
+  head, results = _measure_all.measure_all(request("quickstart", "--topology", "h100:2"), 0.0, ("decode",))
   assert head["programs"][-1] == "decode"
   assert results["decode"]["error"] == "it took longer than 0 seconds"
 
@@ -97,8 +97,8 @@ def test_a_program_that_takes_too_long_is_named():
 def test_the_last_words_of_a_compiler_are_kept():
   fatal = "F1128 16:59:58.950927   12326 net_util.cc:3355] Check failed: a == b (0 vs. 1)"
   lines = ["E0000 something", fatal, "*** Check failure stack trace: ***", "    @ 0x12"]
-  assert _children._last_words(lines) == "Check failed: a == b (0 vs. 1)"
-  assert _children._last_words(["Traceback:", '  File "x"', "ValueError: no"]) == "no"
+  assert _measure_all._last_words(lines) == "Check failed: a == b (0 vs. 1)"
+  assert _measure_all._last_words(["Traceback:", '  File "x"', "ValueError: no"]) == "no"
 
 
 def test_figures_of_two_depths_give_those_of_all_layers():

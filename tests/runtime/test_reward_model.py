@@ -19,7 +19,7 @@ from async_rl import models
 from async_rl import recording
 from async_rl import runtime
 from async_rl import tasks
-from async_rl.runtime import _reward_model
+from async_rl.runtime import _reward_model_stage
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Prompt
@@ -157,8 +157,8 @@ def test_gradient_is_that_of_the_pair_loss(stage):
   count = 8
   policy, params = dataclasses.replace(stage.learner.policy, mesh=None), random_values(stage)
   pairs, tokenizer = stage.encoder.task.preferences("train")[:count], stage.encoder.tokenizer
-  learner = _reward_model.make_pair_learner(stage.learner, 1.0, count)
-  groups = [next(_reward_model.pair_groups(tokenizer, [pair], np.random.default_rng(0))) for pair in pairs]
+  learner = _reward_model_stage.make_pair_learner(stage.learner, 1.0, count)
+  groups = [next(_reward_model_stage.pair_groups(tokenizer, [pair], np.random.default_rng(0))) for pair in pairs]
   shape = dataclasses.replace(learner.shape, rows=4, row_tokens=24)
   sgd = learning.PairLearner(learner.policy, optax.sgd(1.0), shape, stage.meshes.learner)
   batch = learning.pack(groups, shape)
@@ -194,7 +194,7 @@ def test_a_reward_model_learns_the_comparisons_and_is_kept(stage, tmp_path):
   task = stage.encoder.task
   with runtime.make_scorer(stage, restored) as scorer:
     assert runtime.pair_accuracy(scorer, task.preferences("test")) > 0.8
-    values = np.array(_reward_model.pair_values(scorer, task.preferences("train")[:256]))
+    values = np.array(_reward_model_stage.pair_values(scorer, task.preferences("train")[:256]))
   assert values[:, 0].mean() == pytest.approx(0.0, abs=1e-3)
   assert values.std() == pytest.approx(1.0, abs=1e-3)
   with pytest.raises(recording.CheckpointError, match="steps: 150 -> 151"):

@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:
   sys.path.insert(0, str(ROOT))
 
 from experiments.plan import __main__ as command  # noqa: E402
-from experiments.plan._children import measure_all  # noqa: E402
+from experiments.plan._measure_all import measure_all  # noqa: E402
 
 #: Two slices learn and generate on all chips: the compiler takes no part of several slices.
 PLACES = {

@@ -1,6 +1,6 @@
 """Runs the notebooks at their full sizes, each in an empty folder where it installs the wheel: not part of the check.
 
-    python tests/studies/notebooks.py [quickstart ...] [--folder runs/notebooks]
+    python tests/studies/full_notebooks.py [quickstart ...] [--folder runs/notebooks]
 
 Prints the seconds that each took, and leaves the notebooks with their outputs, and their pictures, in the folder.
 Two CPU cores: under five minutes each. gsm8k needs the weights of SmolLM2-135M, which `tests/run.sh` fetches, and GSM8K

@@ -21,9 +21,9 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
+from async_rl.learning._learner_metrics import batch_metrics
+from async_rl.learning._learner_metrics import optimizer_metrics
 from async_rl.learning._learning_rate import scheduled_rates
-from async_rl.learning._telemetry import batch_metrics
-from async_rl.learning._telemetry import optimizer_metrics
 from async_rl.types import STOP
 from async_rl.types import Completion
 from async_rl.types import Group
@@ -218,7 +218,7 @@ def test_a_batch_without_a_trainable_token_has_zeros():
   batch = exact_batch()
   batch = batch._replace(mask=np.zeros_like(batch.mask), groups=np.full_like(batch.groups, 2**31 - 1))
   zeros = jnp.zeros(batch.mask.shape)
-  collected = learning._telemetry.Collected(zeros, zeros, zeros > 0, zeros > 0)
+  collected = learning._learner_metrics.Collected(zeros, zeros, zeros > 0, zeros > 0)
   metrics = batch_metrics(batch, collected, jnp.zeros(batch.mask.shape, int), jnp.zeros(64), zeros)
   empty = {name: float(value) for name, value in metrics.items() if name not in ("tokens/fill", "reject_fraction")}
   assert set(empty.values()) == {0.0}

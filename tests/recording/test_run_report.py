@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from async_rl import recording
 from async_rl.recording import _plots
-from async_rl.recording import _report
+from async_rl.recording import _run_report
 from experiments import report
 
 
@@ -62,7 +62,7 @@ def colors(path):
 
 def drawn(path):
   """The figure of a run and its panels that have values, in the order of its axes."""
-  rows = _report._read_run(path)
+  rows = _run_report._read_run(path)
   figure = _plots.draw([(panel, _plots.make_curves(panel, rows)) for panel in _plots.PANELS])
   return figure, {axes.get_title("left"): axes for axes in figure.axes}
 

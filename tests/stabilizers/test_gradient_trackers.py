@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from async_rl import stabilizers
-from async_rl.stabilizers import _statistics
+from async_rl.stabilizers import _gradient_statistics
 
 
 def run(transformation, gradients):
@@ -97,7 +97,7 @@ def test_named_observers_at_both_ends_are_read_apart():
 
 def test_norm_of_a_tree_in_bfloat16_is_summed_in_float32():
   tree = {"w": jnp.full((1000,), 0.1, jnp.bfloat16)}
-  norm = _statistics.global_norm(tree)
+  norm = _gradient_statistics.global_norm(tree)
   assert norm.dtype == jnp.float32
   np.testing.assert_allclose(norm, np.linalg.norm(np.asarray(tree["w"], np.float64)), rtol=1e-5)
 

@@ -9,7 +9,7 @@ import optax
 from jax.typing import DTypeLike
 
 from async_rl import _validation
-from async_rl.stabilizers import _statistics
+from async_rl.stabilizers import _gradient_statistics
 
 
 class TrackNormState(NamedTuple):
@@ -76,7 +76,7 @@ def track_norm(
     updates: optax.Updates, state: TrackNormState, params: optax.Params | None = None, **extra_args: Any
   ) -> tuple[optax.Updates, TrackNormState]:
     del params, extra_args
-    norm, usual, seen = _statistics.global_norm(updates), state.grad_norm_usual, state.grad_norm_count
+    norm, usual, seen = _gradient_statistics.global_norm(updates), state.grad_norm_usual, state.grad_norm_count
     finite = jnp.isfinite(norm)
     spike = finite & (seen > 0) & (norm > threshold * usual)
     entering = jnp.where(spike, threshold * usual, norm)
@@ -139,7 +139,7 @@ def track_cosine(storage_dtype: DTypeLike | None = None) -> optax.GradientTransf
     updates: optax.Updates, state: TrackCosineState, params: optax.Params | None = None, **extra_args: Any
   ) -> tuple[optax.Updates, TrackCosineState]:
     del params, extra_args
-    products = _statistics.gradient_products(updates, state.previous_gradient)
+    products = _gradient_statistics.gradient_products(updates, state.previous_gradient)
     previous = jax.tree.map(
       lambda g, h: jnp.where(products.finite, g.astype(h.dtype), h), updates, state.previous_gradient
     )
