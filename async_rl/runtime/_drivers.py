@@ -68,8 +68,8 @@ def run_simulated(session: Session, lags: LagDistribution) -> None:
   session.publish_weights()
   while not session.done:
     session.hosts.agree(functools.partial(_sample_due, session, lags))
-    batch = session.take_batch(session.assigned[session.version])
-    del session.assigned[session.version]  # only now: until it is taken, a checkpoint needs it
+    batch = session.take_batch(session.host_state.assigned[session.version])
+    del session.host_state.assigned[session.version]  # only now: until it is taken, a checkpoint needs it
     session.step(batch)
 
 
@@ -79,7 +79,7 @@ def _sample_due(session: Session, lags: LagDistribution) -> None:
   Raises:
     EndOfData: if the data end before the batch of this step is complete.
   """
-  groups_per_step, assigned = session.buffer.groups_per_step, session.assigned
+  groups_per_step, assigned = session.buffer.groups_per_step, session.host_state.assigned
   session.actor.set_weights(*session.store.latest(at_least=session.version))
   session.submit_unfinished()
   for step in lags.steps_due(session.version):  # not all were assigned where a run was extended
@@ -147,7 +147,7 @@ def _submit_groups(session: Session, count: int) -> list[int]:
 def _sample_assigned(session: Session, groups_per_step: int) -> None:
   """Finishes all groups, and other ones in place of those that failed."""
   session.stop.activity = f"sampling for step {session.version + 1}"
-  assigned = session.assigned
+  assigned = session.host_state.assigned
   replaced = True
   while replaced:
     session.actor.finish_groups(session.stop.check)

@@ -85,8 +85,8 @@ def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
       ended_early = _run_to_the_end(session)
     if hosts.first:
       write_report(folder)
-  versions = sorted(session.accuracy)
-  before, after = (session.accuracy[versions[0]], session.accuracy[versions[-1]]) if versions else (None, None)
+  accuracy = session.host_state.accuracy
+  before, after = (accuracy[min(accuracy)], accuracy[max(accuracy)]) if accuracy else (None, None)
   return Summary(folder, session.version, after, before, ended_early, options.schedule.lag_bound)
 
 

@@ -26,12 +26,11 @@ from async_rl.rollout._ledger import Ledger
 from async_rl.rollout._prompts import PromptStream
 from async_rl.rollout._schedule import ScheduleRecorder
 from async_rl.rollout._weight_store import WeightStore
-from async_rl.runtime._evaluation import evaluate
-from async_rl.runtime._evaluation import measure_distance
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._gather import gather_groups
+from async_rl.runtime._held_out import HeldOutEvaluator
+from async_rl.runtime._host_state import HostState
 from async_rl.runtime._hosts import Hosts
-from async_rl.runtime._local_sampler import LocalSampler
 from async_rl.runtime._options import flatten
 from async_rl.runtime._reference import set_starting_reference
 from async_rl.runtime._stall_watch import StallWatch
@@ -60,22 +59,19 @@ class Session:
     buffer: the groups on their way from the actor to the learner.
     store: the weights on their way from the learner to the actor.
     actor: the sampling side.
-    assigned: tickets of the batches still to be trained, by step, where one thread samples and learns.
-    accuracy: held-out accuracy by version.
-    unfinished: tickets of groups that were being sampled when a simulated run was saved, to be submitted again.
+    state: the training state.
+    host_state: what checkpoints keep of this process alone.
     stop: the signals that ask the run to end.
   """
 
   actor: Actor
   state: TrainState
+  host_state: HostState
 
   def __init__(self, experiment: Experiment, folder: RunFolder, rewards: tasks.RewardPool, hosts: Hosts):
     self.experiment = experiment
     self.folder = folder
     self.version = 0
-    self.assigned: dict[int, list[int]] = {}
-    self.accuracy: dict[int, float] = {}
-    self.unfinished: list[int] = []
     self.hosts = hosts
     self.stop = hosts.stop
     self._rewards = rewards
@@ -89,7 +85,6 @@ class Session:
     self._stage_inputs = inputs = experiment.make_stage_inputs(rewards, hosts)
     self._meshes = inputs.meshes
     self._encoder = inputs.encoder
-    self._held_out = inputs.held_out
     self._learner = inputs.learner
     self._sampler = inputs.sampler
     self._prompt_check = inputs.prompt_check
@@ -112,10 +107,6 @@ class Session:
       stride=hosts.count,
     )
     self.store = WeightStore(experiment.policy, self._sampler.weight_shardings, self._meshes.learner)
-
-  @functools.cached_property
-  def _evaluator(self) -> LocalSampler:
-    return LocalSampler(self.experiment.make_evaluator(self._meshes.learner), self._learner)
 
   # Open, restore.
 
@@ -141,10 +132,12 @@ class Session:
     stack.callback(self.buffer.close)
     scorers = (self._rewards, self._scorer or self._rewards)
     self._log = StepLog(self.hosts, self._writer, self._progress, self._ledger, scorers, self._checkpoints)
-    if own:
-      self._restore_host(own)
-    elif saved:
-      self._redeal(saved)
+    self.host_state = HostState(
+      self._prompts, self._prompt_check.fingerprint, self.buffer, self.actor, self._ledger, self._recorder, self._writer
+    )
+    self._held_out = HeldOutEvaluator(experiment, self._stage_inputs, self._scorer)
+    if saved:
+      self._restore_host_state(saved)
     else:
       self.save()
     self.stop.activity = "compiling the sampler"
@@ -205,28 +198,14 @@ class Session:
       set_starting_reference(self._learner, self.folder.reference, self.state.params)
     return []
 
-  def _restore_host(self, host: dict[str, Any]) -> None:
-    self.buffer.restore(host["buffer"], self._prompts.prompts, host["actor"]["tickets"].tolist())
-    saved = sum(map(drawn_tokens, self.buffer.groups()))
-    if self.experiment.options.schedule.mode == "simulated":
-      # Continued samples could differ from undisturbed ones in the last bits.
-      self.unfinished = host["actor"]["tickets"].tolist()
-    else:
-      self.actor.restore(host["actor"])
-    self._ledger.restore(host["ledger"], saved + self.actor.held_tokens())
-    self.assigned = {int(step): tickets for step, tickets in host["assigned"].items()}
-    self.accuracy = {int(version): value for version, value in host["accuracy"].items()}
-    if len(host["actor"]["tickets"]):
-      self._recorder.record("resume")
-    self._progress.note(f"resumed at step {self.version}")
-
-  def _redeal(self, saved: list[dict[str, Any]]) -> None:
-    """Continues what another number of processes began: the groups that they had not trained are sampled again."""
-    forgotten = self.buffer.redeal([host["buffer"] for host in saved])
-    if self.hosts.first:
-      self._ledger.merge([host["ledger"] for host in saved])
-    self.accuracy = {int(version): value for version, value in saved[0]["accuracy"].items()}
-    self._recorder.record("resume")
+  def _restore_host_state(self, saved: list[dict[str, Any]]) -> None:
+    """Restores what this process saved, or its share of what another number of processes did."""
+    if len(saved) == self.hosts.count:
+      simulated = self.experiment.options.schedule.mode == "simulated"
+      self.host_state.restore(saved[self.hosts.index], continue_samples=not simulated)
+      self._progress.note(f"resumed at step {self.version}")
+      return
+    forgotten = self.host_state.redeal(saved, take_ledgers=self.hosts.first)
     self._progress.note(
       f"resumed at step {self.version} by {self.hosts.count} processes, saved by {len(saved)}: unfinished groups, and "
       f"{forgotten} complete ones that waited to be trained, are sampled again"
@@ -257,9 +236,9 @@ class Session:
 
   def submit_unfinished(self) -> None:
     """Hands the actor again the groups that it had not finished when the run was saved."""
-    for ticket in self.unfinished:
+    for ticket in self.host_state.unfinished:
       self.actor.submit(ticket)
-    self.unfinished = []
+    self.host_state.unfinished = []
 
   def take_batch(self, tickets: list[int] | None = None) -> list[Group]:
     """Returns the groups of the next step, of all processes; waits for the actor's thread.
@@ -339,37 +318,18 @@ class Session:
     Raises:
       StopRequested: if a signal asked the run to end.
     """
-    if not self._held_out or self.version in self.accuracy:
+    accuracy = self.host_state.accuracy
+    if not self._held_out.has_prompts or self.version in accuracy:
       return
     self.stop.activity = f"evaluating step {self.version}"
     self._log.flush()
     with self._device_turn():
-      metrics = self._measure()
+      metrics = self._held_out.measure(self.state.params, self.version)
     self._log.warn_of_failures()
-    self.accuracy[self.version] = metrics["accuracy"]
+    accuracy[self.version] = metrics["accuracy"]
     self._writer.write(self.version, {f"eval/{name}": value for name, value in metrics.items()})
     spread = f" ± {metrics['interval']:.3f}" if "interval" in metrics else ""
     self._progress.note(f"step {self.version}: held-out accuracy {metrics['accuracy']:.3f}{spread}")
-
-  def _measure(self) -> dict[str, float]:
-    """Returns the metrics of the current version on held-out prompts."""
-    experiment = self.experiment
-    self._evaluator.set_weights(self.state.params, self.version)
-    metrics, groups = evaluate(
-      self._evaluator.sampler,
-      self._encoder,
-      self._held_out,
-      self._rewards,
-      proxy=self._scorer,
-      between_chunks=self.stop.check,
-      hosts=self.hosts,
-    )
-    # Samples at another temperature, such as greedy ones, say nothing about the distance to the reference.
-    if (
-      experiment.keeps_reference and experiment.evaluation_config.temperature == experiment.options.rollout.temperature
-    ):
-      metrics["kl_reference"] = measure_distance(self._learner, self.state.params, groups)
-    return metrics
 
   # Save.
 
@@ -386,17 +346,5 @@ class Session:
     """Starts a checkpoint of the current version, the actor paused between two chunks."""
     self._log.flush()
     with self.actor.paused():
-      self.buffer.raise_error()
-      held = self.actor.held_tokens() + sum(map(drawn_tokens, self.buffer.groups()))
-      self._ledger.check_balance(held)
-      host = {
-        "prompts": self._prompt_check.fingerprint,
-        "buffer": self.buffer.state(),
-        "actor": self.actor.state(),
-        "ledger": self._ledger.state(),
-        "schedule": self._recorder.flush(),
-        "metrics": self._writer.flush(),
-        "assigned": {str(step): tickets for step, tickets in self.assigned.items()},
-        "accuracy": {str(version): value for version, value in self.accuracy.items()},
-      }
+      host = self.host_state.collect()
     self._checkpoints.save(self.version, self.state, host)

@@ -23,6 +23,7 @@ from async_rl import recording
 from async_rl import rollout
 from async_rl import runtime
 from async_rl import stabilizers
+from async_rl.runtime import _held_out
 from async_rl.runtime import _session
 
 
@@ -241,7 +242,7 @@ def test_evaluations_are_not_idle_time(tmp_path, monkeypatch):
     time.sleep(1.5)
     return {"accuracy": 0.0}, []
 
-  monkeypatch.setattr(_session, "evaluate", slow)
+  monkeypatch.setattr(_held_out, "evaluate", slow)
   options = dict(mode="sync", generation_devices=0, steps=4, eval_prompts=1, eval_every=1)
   found = rows(runtime.train(tiny(run_dir=str(tmp_path / "run"), **options)))
   assert min(r["idle/learner"] * r["time/step"] for r in found[1:]) < 1.0
