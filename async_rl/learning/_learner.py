@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -56,6 +57,9 @@ class Learner(PlacedModel):
     max_lag: the largest lag of a token, which bounds the buckets of the metrics by lag; `None`: any. At 0 there are no
       such metrics.
 
+  Attributes:
+    policy: the policy, on the mesh.
+
   Raises:
     ValueError: if the mesh does not divide the rows of a micro-batch.
   """
@@ -72,7 +76,8 @@ class Learner(PlacedModel):
     head_chunk: int = 512,
     max_lag: int | None = None,
   ):
-    super().__init__(policy, optimizer, shape, mesh)
+    self.policy = dataclasses.replace(policy, mesh=mesh)
+    super().__init__(self.policy, optimizer, shape, mesh)
     self.objective = objective
     self._score = functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
     shardings = self.state_shardings.params
@@ -149,6 +154,11 @@ class Learner(PlacedModel):
     return models.with_shardings(self.shape.abstract(), self.batch_shardings)
 
   # What is jitted.
+
+  def _completed(self, key: Array, params: models.Params) -> TrainState:
+    if self.policy.lora is not None and "adapters" not in params:
+      params = params | {"adapters": models.init_adapters(self.policy.lora, params, key)}
+    return super()._completed(key, params)
 
   def _train(
     self, state: TrainState, batch: Batch, reference_params: models.Params | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -44,8 +43,9 @@ class PairLearner(PlacedModel):
   """
 
   def __init__(self, model: models.RewardModel, optimizer: optax.GradientTransformation, shape: BatchShape, mesh: Mesh):
+    model = model.with_mesh(mesh)
     super().__init__(model, optimizer, shape, mesh)
-    self._values = dataclasses.replace(model, mesh=mesh).values
+    self._values = model.values
     self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, self._replicated))
 
   def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,16 @@ from async_rl.types import TrainState
 Array = jax.Array
 
 
+class Model(Protocol):
+  """An architecture whose parameters can be trained, such as `models.Policy`."""
+
+  def init(self, key: Array) -> models.Params:
+    """Returns random parameters."""
+
+  def abstract(self) -> models.Params:
+    """Returns the shapes and dtypes of `init`."""
+
+
 class PlacedModel:
   """A model on a learner mesh with its optimizer; the base of the learners.
 
@@ -30,7 +40,6 @@ class PlacedModel:
   stabilizers see; the other parameters pass through untouched.
 
   Attributes:
-    policy: the model, on the mesh.
     optimizer: the optimizer, which takes any extra arguments.
     shape: the static batch shape.
     mesh: the learner mesh.
@@ -38,7 +47,7 @@ class PlacedModel:
     state_shardings: the shardings of the training state.
 
   Args:
-    policy: the model.
+    model: the model, with its activations on the mesh.
     optimizer: an optax transformation, stabilizers included.
     shape: the static batch shape.
     mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
@@ -47,8 +56,8 @@ class PlacedModel:
     ValueError: if the mesh does not divide the rows of a micro-batch.
   """
 
-  def __init__(self, policy: models.Policy, optimizer: optax.GradientTransformation, shape: BatchShape, mesh: Mesh):
-    self.policy = dataclasses.replace(policy, mesh=mesh)
+  def __init__(self, model: Model, optimizer: optax.GradientTransformation, shape: BatchShape, mesh: Mesh):
+    self._model = model
     self.optimizer = optax.with_extra_args_support(optimizer)
     self.shape = shape
     self.mesh = mesh
@@ -59,12 +68,12 @@ class PlacedModel:
     by_row = NamedSharding(mesh, PartitionSpec(None, models.ROWS))
     self.batch_shardings = Batch(by_row, by_row, by_row, *[self._replicated] * (len(Batch._fields) - 3))
     self.state_shardings = self._shardings()
-    self._init = jax.jit(lambda key: self._fresh(self.policy.init(key)), out_shardings=self.state_shardings)
+    self._init = jax.jit(lambda key: self._fresh(self._model.init(key)), out_shardings=self.state_shardings)
     self._init_from = jax.jit(self._completed, out_shardings=self.state_shardings)
 
   def _shardings(self) -> TrainState:
     """Parameters by the rules; whatever mirrors them in the optimizer's state likewise; the rest replicated."""
-    params = self.policy.abstract()
+    params = self._model.abstract()
     param_shardings = models.param_shardings(params, self.mesh)
     opt_state = optax.tree_map_params(
       self.optimizer,
@@ -89,14 +98,12 @@ class PlacedModel:
     return self._init_from(key, placed)
 
   def _completed(self, key: Array, params: models.Params) -> TrainState:
-    """Returns a fresh state of parameters, with new adapters where these are missing, in the dtypes of the policy."""
-    if self.policy.lora is not None and "adapters" not in params:
-      params = params | {"adapters": models.init_adapters(self.policy.lora, params, key)}
-    return self._fresh(jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.policy.abstract()))
+    """Returns a fresh state of parameters in the dtypes of the model; `key` is for those that may be missing."""
+    return self._fresh(jax.tree.map(lambda x, like: x.astype(like.dtype), params, self._model.abstract()))
 
   def abstract(self) -> TrainState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda key: self._fresh(self.policy.init(key)), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: self._fresh(self._model.init(key)), jax.random.key(0))
     return models.with_shardings(shapes, self.state_shardings)
 
   def _fresh(self, params: models.Params) -> TrainState:

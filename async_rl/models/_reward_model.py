@@ -1,4 +1,4 @@
-"""A reward model: a policy's trunk with a scalar head."""
+"""A reward model: a transformer with a scalar head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
@@ -14,27 +15,42 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardModel(Policy):
-  """Values texts: a policy whose parameters have one more subtree, `{"value_head": {"kernel": [D], "bias": []}}`.
+class RewardModel:
+  """Values texts by a linear head on a policy's hidden states; hashable, so it can be a static argument.
 
-  The unembedding stays in the parameters and is not used.
+  The parameters are the policy's and one more subtree, `{"value_head": {"kernel": [D], "bias": []}}`. The unembedding
+  stays in them and is not used.
+
+  Attributes:
+    policy: the policy whose hidden states are valued, without adapters: all of it is trained.
   """
+
+  policy: Policy
 
   @classmethod
   def of(cls, policy: Policy) -> RewardModel:
-    """Returns the reward model of the policy's architecture, without adapters: all of it is trained."""
-    return cls(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)} | {"lora": None})
+    """Returns the reward model of the policy's architecture."""
+    return cls(dataclasses.replace(policy, lora=None))
+
+  def with_mesh(self, mesh: Mesh | None) -> RewardModel:
+    """Returns the reward model with its activations laid out on a mesh."""
+    return RewardModel(dataclasses.replace(self.policy, mesh=mesh))
 
   def init(self, key: Array) -> Params:
-    return self.with_head(super().init(key))
+    """Returns the random parameters of the policy, with a new head."""
+    return self.with_head(self.policy.init(key))
+
+  def abstract(self) -> Params:
+    """Returns the shapes and dtypes of `init`, without computing anything."""
+    return jax.eval_shape(self.with_head, self.policy.abstract())
 
   def with_head(self, params: Params) -> Params:
     """Adds a head that values everything at 0 to a policy's parameters."""
-    head = {"kernel": jnp.zeros(self.config.d_model, jnp.float32), "bias": jnp.zeros([], jnp.float32)}
+    head = {"kernel": jnp.zeros(self.policy.config.d_model, jnp.float32), "bias": jnp.zeros([], jnp.float32)}
     return params | {"value_head": head}
 
   def values(self, params: Params, tokens: Array, segments: Array, positions: Array) -> Array:
-    """Returns the value of the text up to and including each token, float32 [B, T]; the arguments are `hidden`'s."""
+    """Returns the value of the text up to and including each token, float32 [B, T]; arguments as of `Policy.hidden`."""
     head = params["value_head"]
-    hidden = self.hidden(params, tokens, segments, positions).astype(jnp.float32)
+    hidden = self.policy.hidden(params, tokens, segments, positions).astype(jnp.float32)
     return jnp.einsum("btd,d->bt", hidden, head["kernel"], precision="highest") + head["bias"]

@@ -81,7 +81,9 @@ class RewardModelScorer:
     self._rows = rows
     self._missing_end = missing_end
     self._device = device or jax.devices()[0]
-    self._params = jax.device_put(jax.jit(functools.partial(models.as_used, dtype=model.dtype))(params), self._device)
+    self._params = jax.device_put(
+      jax.jit(functools.partial(models.as_used, dtype=model.policy.dtype))(params), self._device
+    )
     self.lengths = tuple(sorted({-(-sum(limits) * i // lengths) for i in range(1, lengths + 1)}))
     for length in self.lengths:
       self._values([[0]] * rows, length)

@@ -160,7 +160,7 @@ def test_gradient_is_that_of_the_pair_loss(stage):
   learner = _reward_model_stage.make_pair_learner(stage.learner, 1.0, count)
   groups = [next(_reward_model_stage.pair_groups(tokenizer, [pair], np.random.default_rng(0))) for pair in pairs]
   shape = dataclasses.replace(learner.shape, rows=4, row_tokens=24)
-  sgd = learning.PairLearner(learner.policy, optax.sgd(1.0), shape, stage.meshes.learner)
+  sgd = learning.PairLearner(models.RewardModel.of(policy), optax.sgd(1.0), shape, stage.meshes.learner)
   batch = learning.pack(groups, shape)
   assert batch.used > 1
   state, metrics = sgd.step(sgd.init(jax.random.key(0), params), sgd.put(batch))
