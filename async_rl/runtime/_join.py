@@ -19,6 +19,7 @@ import jax
 
 import async_rl
 from async_rl.recording._run_folder import differences
+from async_rl.runtime._compilation_cache import use_compilation_cache
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._hosts import JoinedHosts
 from async_rl.runtime._options import Devices
@@ -38,8 +39,9 @@ _ENVIRONMENTS = ("gketpu", "gcetpu", "slurm", "ompi")
 def join_hosts(devices: Devices) -> Iterator[Hosts]:
   """Connects this process with the others of its run, and ends them together.
 
-  Call it before anything else of JAX. The processes are those that `devices` names, else those that the environment
-  names, on TPUs and under Slurm or Open MPI; where there is only one, nothing happens.
+  Call it before anything else of JAX. It also turns the compilation cache on, unless `devices` says otherwise. The
+  processes are those that `devices` names, else those that the environment names, on TPUs and under Slurm or Open MPI;
+  where there is only one, nothing happens.
 
   Args:
     devices: the options that may name the coordinator, the number of processes and this process.
@@ -50,6 +52,7 @@ def join_hosts(devices: Devices) -> Iterator[Hosts]:
   Raises:
     HostError: if another process failed or was lost inside of the context.
   """
+  use_compilation_cache(devices.compilation_cache)
   if not jax.distributed.is_initialized() and not _initialize(devices):
     yield Hosts()
     return

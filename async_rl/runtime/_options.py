@@ -146,6 +146,8 @@ class Devices:
   rows: int = 8
   #: Tokens of a row; 0: longest prompt plus longest completion.
   row_tokens: int = 0
+  #: Keep compiled programs for later starts: in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/async_rl/programs.
+  compilation_cache: bool = True
   #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
   reward_workers: int = 2
   #: Seconds that one of their calls may take.
