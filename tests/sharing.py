@@ -10,27 +10,24 @@ import functools
 import jax
 import pytest
 
-from async_rl import runtime
+from async_rl import learning
 from async_rl.runtime import _run
 from async_rl.sampling import _engine
 from async_rl.sampling import _programs
 
 
 class SharedPrograms:
-  """What was made so far; a learner by its parts, of which objectives and optimizers are the same only if identical."""
+  """What was made so far, by its arguments; those that cannot be hashed are the same only if identical."""
 
   def __init__(self):
     self._learners = {}
     self.programs = functools.cache(_programs.Programs)
 
-  def learner(self, make, experiment, mesh):
-    """Returns a new learner, as `make` does, with the jitted functions of the first equal one."""
-    policy, optimizer, objective = experiment.policy, experiment.optimizer, experiment.objective
-    options = experiment.options
-    sizes = (experiment.batch_shape, options.rollout.temperature, options.schedule.lag_bound)
-    key = (policy, id(optimizer), id(objective), mesh, sizes)
+  def learner(self, make, *args, **options):
+    """Returns a new learner, as `make` does, with the jitted functions of the first one of the same arguments."""
+    key = (*map(hashable, args), *((name, hashable(value)) for name, value in options.items()))
     if key not in self._learners:  # with the objects whose identity is in the key, which must stay alive
-      self._learners[key] = (make(experiment, mesh), optimizer, objective)
+      self._learners[key] = (make(*args, **options), args, options)
     learner = copy.copy(self._learners[key][0])
     assert learner._reference is None
     return learner
@@ -42,11 +39,19 @@ class SharedPrograms:
     jax.clear_caches()
 
 
+def hashable(value):
+  """The value if it can be part of a key, else its identity."""
+  try:
+    hash(value)
+  except TypeError:
+    return id(value)
+  return value
+
+
 def share_programs(patch):
   """Lets the runs of this process share what equal experiments compile."""
   shared = SharedPrograms()
-  make = runtime.Experiment.make_learner
-  patch.setattr(runtime.Experiment, "make_learner", lambda experiment, mesh: shared.learner(make, experiment, mesh))
+  patch.setattr(learning, "Learner", functools.partial(shared.learner, learning.Learner))
   patch.setattr(_engine, "Programs", shared.programs)
   return shared
 
