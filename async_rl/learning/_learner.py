@@ -38,8 +38,8 @@ class Learner(PlacedModel):
 
   The step sums numerators and denominators over the micro-batches and divides once, so the gradient does not depend
   on how the batch was split. Batch-wide statistics go to the optimizer as extra arguments: `log_weights`
-  (float32 [B], raw sequence log-weights), `log_weights_mask` (bool [B], sequences with trained tokens) and `on_policy`
-  (bool [], no token is stale).
+  (float32 [B], raw sequence log-weights), `log_weights_mask` (bool [B], sequences with trained tokens), `on_policy`
+  (bool [], no token is stale) and `mean_lag` (float32 [], over trained tokens).
 
   The step computes what the objective needs and nothing else: a scoring pass over the whole batch, the reference
   policy's log-probabilities, exact gradient norms (see `Objective`). A frozen reference policy is given by
@@ -176,6 +176,7 @@ class Learner(PlacedModel):
       log_weights=losses.sequence_log_weights(log_ratios),
       log_weights_mask=jnp.any(batch.mask, axis=1),
       on_policy=jnp.max(quantities.lag) == 0,
+      mean_lag=losses.divide_or_zero(jnp.sum(quantities.lag), jnp.sum(batch.mask)),
     )
     metrics = {
       "loss": losses.divide_or_zero(loss, denominator),

@@ -11,6 +11,7 @@ from async_rl.losses._actor_critic import value_loss
 from async_rl.losses._advantages import grpo_advantages
 from async_rl.losses._advantages import importance_mean_advantages
 from async_rl.losses._advantages import informative_rows
+from async_rl.losses._advantages import maxrl_advantages
 from async_rl.losses._advantages import opo_advantages
 from async_rl.losses._advantages import reinforce_advantages
 from async_rl.losses._advantages import rloo_advantages
@@ -18,9 +19,12 @@ from async_rl.losses._advantages import zero_variance_fraction
 from async_rl.losses._aggregation import Aggregation
 from async_rl.losses._aggregation import aggregate
 from async_rl.losses._aggregation import divide_or_zero
+from async_rl.losses._centering import score_centering
 from async_rl.losses._clipped import gspo
+from async_rl.losses._clipped import log_ratio_quantile
 from async_rl.losses._clipped import ppo_clip
 from async_rl.losses._clipped import proximal_rloo
+from async_rl.losses._clipped import sat
 from async_rl.losses._decoupled import a3po
 from async_rl.losses._decoupled import decoupled_ppo
 from async_rl.losses._decoupled import interpolated_proximal
@@ -60,6 +64,7 @@ from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import mean_log_ratios
 from async_rl.losses._ratios import sequence_log_weights
+from async_rl.losses._rejection import dppo
 from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
 from async_rl.losses._rejection import m2po
@@ -71,3 +76,6 @@ from async_rl.losses._rewards import kl_penalized_rewards
 from async_rl.losses._rewards import missing_end_rewards
 from async_rl.losses._rewards import overlong_penalty
 from async_rl.losses._rewards import token_rewards
+from async_rl.losses._soft import log_squared
+from async_rl.losses._soft import sapo
+from async_rl.losses._soft import vespo

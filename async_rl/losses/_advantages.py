@@ -104,6 +104,22 @@ def rloo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> j
   return centered * divide_or_zero(size, size - 1.0)
 
 
+def maxrl_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
+  """MaxRL: A = (R − mean) / mean over the group, 0 where the mean is 0. Rewards must not be negative.
+
+  With rewards of 0 and 1 its expected gradient is a truncated series of the gradient of log(success rate), so that hard
+  prompts weigh more.
+
+  References:
+    Maximum Likelihood Reinforcement Learning, 2026, https://arxiv.org/abs/2602.02710
+
+  >>> maxrl_advantages(jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0]), 1)
+  Array([ 3., -1., -1., -1.], dtype=float32)
+  """
+  centered = grpo_advantages(rewards, groups, num_groups, normalize_std=False)
+  return divide_or_zero(centered, jnp.asarray(rewards, jnp.float32) - centered)
+
+
 def opo_advantages(rewards: ArrayLike, groups: ArrayLike, num_groups: int, *, lengths: ArrayLike) -> jax.Array:
   """OPO: A = R − Σ_j L_j R_j / Σ_j L_j over the group, with *lengths* [B] in trained tokens.
 

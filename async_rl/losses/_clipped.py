@@ -8,20 +8,25 @@ from jax.typing import ArrayLike
 
 from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._policy_gradient import per_token
+from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import mean_log_ratios
 from async_rl.losses._ratios import sequence_log_weights
 
 
-def _check_clip(low: float, high: float, dual_clip: float | None) -> None:
-  """Options may be traced (to sweep them under vmap); only concrete values are checked."""
-  if not isinstance(low, jax.core.Tracer) and not 0.0 <= low <= 1.0:
+def _check_clip(low: float | jax.Array, high: float | jax.Array, dual_clip: float | None) -> None:
+  """Options may be traced (to sweep them under vmap) or differ by token; only concrete numbers are checked."""
+  if _is_number(low) and not 0.0 <= low <= 1.0:
     raise ValueError(f"*low* must be in [0, 1]: the ratio is held above 1 - low; got low={low}.")
-  if not isinstance(high, jax.core.Tracer) and high < 0.0:
+  if _is_number(high) and high < 0.0:
     raise ValueError(f"*high* must be at least 0: the ratio is held below 1 + high; got high={high}.")
-  if dual_clip is not None and not isinstance(dual_clip, jax.core.Tracer) and dual_clip <= 1.0:
+  if dual_clip is not None and _is_number(dual_clip) and dual_clip <= 1.0:
     raise ValueError(f"*dual_clip* must be None or above 1, got dual_clip={dual_clip}.")
+
+
+def _is_number(option: float | jax.Array) -> bool:
+  return not isinstance(option, jax.core.Tracer) and jnp.ndim(option) == 0
 
 
 def clipped_surrogate(
@@ -29,12 +34,14 @@ def clipped_surrogate(
   advantages: ArrayLike,
   mask: ArrayLike,
   *,
-  low: float,
-  high: float,
+  low: float | jax.Array,
+  high: float | jax.Array,
   dual_clip: float | None = None,
   log_weights: ArrayLike = 0.0,
 ) -> PolicyLoss:
   """loss = −weight · min(rA, clip(r, 1 − low, 1 + high)A), all in log space; r and weight of shape [B, T] or [B, 1].
+
+  *low* and *high* are numbers, or of r's shape.
 
   With *dual_clip* c > 1 and A < 0 the ratio is also held below c.
   """
@@ -88,6 +95,71 @@ def ppo_clip(
   """
   ratios = log_ratios(logprobs, behavior, mask)
   return clipped_surrogate(ratios, advantages, mask, low=low, high=high, dual_clip=dual_clip)
+
+
+def log_ratio_quantile(log_ratios: ArrayLike, mask: ArrayLike, *, share: float = 0.9) -> jax.Array:
+  """SAT's scale of staleness over the whole batch: the *share* quantile of |log ρ| over its tokens.
+
+  Args:
+    log_ratios: [B, T] of the whole optimizer batch, not of one micro-batch.
+    mask: bool [B, T].
+    share: the share of the tokens that lie at or below it, in (0, 1].
+
+  Returns:
+    float32 scalar: the value of rank ⌈share · N⌉ of the N tokens, so that it is one of them; 0 without tokens.
+
+  >>> print(log_ratio_quantile(jnp.array([[-0.3, 0.1, 0.2, 9.0]]), jnp.array([[True, True, True, False]]), share=0.5))
+  0.2
+  """
+  check_mask(mask, log_ratios=log_ratios)
+  sizes = jnp.sort(jnp.where(mask, jnp.abs(jnp.asarray(log_ratios, jnp.float32)), jnp.inf), axis=None)
+  count = jnp.sum(mask)
+  rank = jnp.ceil(share * count - 1e-4).astype(int)
+  return jnp.where(count > 0, sizes[jnp.maximum(rank, 1) - 1], 0.0)
+
+
+def sat(
+  logprobs: ArrayLike,
+  behavior: ArrayLike,
+  advantages: ArrayLike,
+  mask: ArrayLike,
+  *,
+  log_ratio_scale: ArrayLike,
+  low: float = 0.2,
+  high: float = 0.2,
+  exponent: float = 2.0,
+) -> PolicyLoss:
+  """SAT, a staleness-adaptive trust region: `ppo_clip` with a narrower clip for the tokens of the largest |log ρ|.
+
+  The end of the clip on the token's side is contracted, 1 + c·high where ρ_t > 1 and 1 − c·low where ρ_t < 1. Up to the
+  scale Q, made by `log_ratio_quantile` for the batch, c = 1; beyond it c = Qⁿ / (Qⁿ + |log ρ_t|ⁿ), the Hill function
+  with its half at Q. Of the paper we know the quantile .9, "a Hill kernel" and n = 2; this form is our reading.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    log_ratio_scale: [], the scale Q, in nats.
+    low: as of `ppo_clip`, where c = 1.
+    high: as of `ppo_clip`, where c = 1.
+    exponent: n.
+
+  References:
+    Yang et al., Stale but Stable, 2026, https://arxiv.org/abs/2607.18722
+
+  >>> one = jnp.ones((1, 1))
+  >>> sat(jnp.log(1.5 * one), 0.0 * one, jnp.ones(1), one > 0, log_ratio_scale=jnp.log(1.4999)).loss.round(2)  # c = 1/2
+  Array([[-1.1]], dtype=float32)
+  """
+  _check_clip(low, high, None)
+  ratios = log_ratios(logprobs, behavior, mask)
+  fixed, scale = (jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)) for x in (ratios, log_ratio_scale))
+  tail = (jnp.abs(fixed) > scale) & (scale > 0)
+  contraction = jnp.where(tail, 1.0 / (1.0 + (jnp.abs(fixed) / jnp.where(scale > 0, scale, 1.0)) ** exponent), 1.0)
+  lower = jnp.where(fixed < 0, contraction * low, low)
+  upper = jnp.where(fixed > 0, contraction * high, high)
+  return clipped_surrogate(ratios, advantages, mask, low=lower, high=upper)
 
 
 def gspo(

@@ -19,12 +19,15 @@ import jax
 
 from async_rl.losses._advantages import grpo_advantages
 from async_rl.losses._advantages import importance_mean_advantages
+from async_rl.losses._advantages import maxrl_advantages
 from async_rl.losses._advantages import opo_advantages
 from async_rl.losses._advantages import reinforce_advantages
 from async_rl.losses._advantages import rloo_advantages
 from async_rl.losses._clipped import gspo
+from async_rl.losses._clipped import log_ratio_quantile
 from async_rl.losses._clipped import ppo_clip
 from async_rl.losses._clipped import proximal_rloo
+from async_rl.losses._clipped import sat
 from async_rl.losses._decoupled import a3po
 from async_rl.losses._decoupled import decoupled_ppo
 from async_rl.losses._opob import opob_advantages
@@ -36,12 +39,16 @@ from async_rl.losses._policy_gradient import reinforce
 from async_rl.losses._policy_gradient import sequence_tis
 from async_rl.losses._policy_gradient import token_tis
 from async_rl.losses._policy_gradient import topr
+from async_rl.losses._rejection import dppo
 from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
 from async_rl.losses._rejection import m2po
 from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
+from async_rl.losses._soft import log_squared
+from async_rl.losses._soft import sapo
+from async_rl.losses._soft import vespo
 
 #: Policy losses with their default options. What an entry needs beyond the shared signature: `needs`.
 CORRECTIONS: Mapping[str, PolicyLossFn] = types.MappingProxyType(
@@ -56,7 +63,14 @@ CORRECTIONS: Mapping[str, PolicyLossFn] = types.MappingProxyType(
     "cispo": cispo,
     "topr": topr,
     "m2po": m2po,
+    "m2po_signed": functools.partial(m2po, signed=True),
+    "dppo": dppo,
+    "dppo_kl": functools.partial(dppo, kl=True, bound=0.05),
+    "log_squared": log_squared,
+    "sapo": sapo,
+    "vespo": vespo,
     "ppo_clip": ppo_clip,
+    "sat": sat,
     "dapo": functools.partial(ppo_clip, high=0.28),
     "opsm": opsm,
     "gspo": gspo,
@@ -76,6 +90,7 @@ ADVANTAGES: Mapping[str, Callable[..., jax.Array]] = types.MappingProxyType(
     "grpo": grpo_advantages,
     "dr_grpo": functools.partial(grpo_advantages, normalize_std=False),
     "rloo": rloo_advantages,
+    "maxrl": maxrl_advantages,
     "opo": opo_advantages,
     "importance_mean": importance_mean_advantages,
     "opob": opob_advantages,
@@ -86,7 +101,9 @@ ADVANTAGES: Mapping[str, Callable[..., jax.Array]] = types.MappingProxyType(
 
 #: Statistics of the whole batch that a correction can need, by that name: functions (log_ratios, mask) of raw
 #: log-ratios under the weights at the start of the step, [B, T] each.
-STATISTICS: Mapping[str, Callable[..., jax.Array]] = types.MappingProxyType({"threshold": second_moment_threshold})
+STATISTICS: Mapping[str, Callable[..., jax.Array]] = types.MappingProxyType(
+  {"threshold": second_moment_threshold, "log_ratio_scale": log_ratio_quantile}
+)
 
 
 def needs(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from async_rl.losses._ratios import sequence_log_weights
 
 _TOKEN_IS = functools.partial(token_tis, cap=math.inf)
 _SEQUENCE_IS = functools.partial(sequence_tis, cap=math.inf)
+_TOKEN_TIS_20 = functools.partial(token_tis, cap=20.0)
 
 
 def restrict(policy_loss: PolicyLoss, keep: ArrayLike) -> PolicyLoss:
@@ -221,11 +222,15 @@ def m2po(
   mask: ArrayLike,
   *,
   threshold: ArrayLike,
+  signed: bool = False,
   inner: PolicyLossFn = _TOKEN_IS,
 ) -> PolicyLoss:
   """M2PO: weight ρ_t on the tokens with (log ρ_t)² below *threshold*, made by `second_moment_threshold` for the batch.
 
-  The paper keeps the rejected tokens in the denominator: aggregate by `token_mean` with the batch's mask.
+  With ``signed=True`` a token above the threshold is kept where its update moves the ratio back towards 1, that is
+  unless A > 0 and ρ_t > 1 or A < 0 and ρ_t < 1: the final paper's Algorithm 1 as open trainers describe it (Trinity-RFT
+  #615); we have not seen it. The threshold is the same. The paper keeps the rejected tokens in the denominator:
+  aggregate by `token_mean` with the batch's mask.
 
   Args:
     logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
@@ -233,6 +238,7 @@ def m2po(
     advantages: [B], or [B, T] where they differ by token; no gradient flows.
     mask: bool [B, T], the trained tokens.
     threshold: [], the (log ρ)² from which on tokens are rejected.
+    signed: whether only tokens that move away from the policy that sampled are rejected.
     inner: the loss of the tokens that are kept.
 
   References:
@@ -242,5 +248,55 @@ def m2po(
   >>> m2po(jnp.array([[-1.0, -1.0]]), jnp.array([[-1.1, -2.0]]), jnp.ones(1), mask, threshold=0.09).keep
   Array([[ True, False]], dtype=bool)
   """
-  keep = log_ratios(logprobs, behavior, mask) ** 2 < threshold
+  ratios = log_ratios(logprobs, behavior, mask)
+  keep = ratios**2 < threshold
+  if signed:
+    keep |= per_token(advantages, mask) * ratios <= 0
   return restrict(inner(logprobs, behavior, advantages, mask), keep)
+
+
+def dppo(
+  logprobs: ArrayLike,
+  behavior: ArrayLike,
+  advantages: ArrayLike,
+  mask: ArrayLike,
+  *,
+  bound: float = 0.2,
+  kl: bool = False,
+  inner: PolicyLossFn = _TOKEN_TIS_20,
+) -> PolicyLoss:
+  """DPPO: weight min(ρ_t, 20), without the tokens whose probability has moved by more than *bound* the way A pushes.
+
+  What has moved is the token's own probability: π_θ − μ > bound where A > 0, π_θ − μ < −bound elsewhere. A rare token's
+  ratio may be far from 1 while the distribution has hardly changed. With ``kl=True`` the distance is KL(μ ‖ π_θ) of the
+  two outcomes, this token or any other, published with the bound 0.05.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    bound: the largest distance of a token that is kept; of probabilities, or in nats with ``kl=True``.
+    kl: whether the distance is that divergence.
+    inner: the loss of the tokens that are kept.
+
+  References:
+    DPPO, 2026, https://arxiv.org/abs/2602.04879
+
+  >>> mask = jnp.ones((1, 2), bool)  # both ratios are 2
+  >>> dppo(jnp.log(jnp.array([[0.8, 0.2]])), jnp.log(jnp.array([[0.4, 0.1]])), jnp.ones(1), mask).keep
+  Array([[False,  True]], dtype=bool)
+  """
+  log_p = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(logprobs, jnp.float32)), 0.0)
+  log_q = log_p - jax.lax.stop_gradient(log_ratios(logprobs, behavior, mask))
+  p, q = (jnp.minimum(jnp.exp(x), 1.0) for x in (log_p, log_q))
+  distance = _binary_kl(q, p, log_q - log_p) if kl else jnp.abs(p - q)
+  outwards = jnp.where(per_token(advantages, mask) > 0, p > q, p < q)
+  return restrict(inner(logprobs, behavior, advantages, mask), ~(outwards & (distance > bound)))
+
+
+def _binary_kl(q: jax.Array, p: jax.Array, log_ratio: jax.Array) -> jax.Array:
+  """Returns q log(q/p) + (1 − q) log((1 − q)/(1 − p)) with log_ratio = log(q/p)."""
+  tiny = jnp.finfo(jnp.float32).tiny
+  others = jnp.log(jnp.maximum(1.0 - q, tiny)) - jnp.log(jnp.maximum(1.0 - p, tiny))
+  return q * log_ratio + (1.0 - q) * others

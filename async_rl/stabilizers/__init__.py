@@ -23,6 +23,7 @@ Options, for those who want to try them:
 - `control_alignment(chain)` skips steps whose gradient repeats the previous one. It wraps the whole chain, so that a
   skipped step leaves Adam's moments alone. Measure first (`track_cosine`): where the signal is strong, gradients are
   aligned without any staleness and it skips step after step, up to its limit. In our sweeps it is not shown to help.
+- `scale_by_lag()`, last like `scale_by_ess`, divides the step by the mean lag of the batch.
 - `lead_by_momentum(chain, lag)` lets samplers draw with the weights that momentum is about to reach. It is not shown to
   help over the same momentum without it.
 - `control_lag` is no transformation: it tells a trainer that can change its lag bound while it runs when to do so.
@@ -50,6 +51,8 @@ from async_rl.stabilizers._gradient_trackers import track_norm
 from async_rl.stabilizers._lag_controller import LagController
 from async_rl.stabilizers._lag_controller import LagControllerState
 from async_rl.stabilizers._lag_controller import control_lag
+from async_rl.stabilizers._lag_rate import ScaleByLagState
+from async_rl.stabilizers._lag_rate import scale_by_lag
 from async_rl.stabilizers._lead import LeadByMomentumState
 from async_rl.stabilizers._lead import has_lead
 from async_rl.stabilizers._lead import lead_by_momentum

@@ -23,6 +23,7 @@ from learning_helpers import start
 from async_rl import learning
 from async_rl import losses
 from async_rl import models
+from async_rl import stabilizers
 
 
 def padded(groups):
@@ -238,3 +239,13 @@ def test_advantages_can_use_the_current_policy():
   rewards = batch.rewards.reshape(4, 4)
   expected = rewards - (weight * rewards).sum(1, keepdims=True) / weight.sum(1, keepdims=True)
   assert float(metrics["advantage/abs_mean"]) == pytest.approx(np.abs(expected).mean(), rel=1e-4)
+
+
+def test_the_step_can_be_scaled_by_the_mean_lag():
+  learner = make_learner(shape_of(), optimizer=optax.chain(optax.sgd(0.1), stabilizers.scale_by_lag()))
+  state = start(learner)._replace(version=jnp.int32(7))
+  groups = make_groups()
+  _, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
+  lags = np.concatenate([7 - c.versions[c.mask] for group in groups for c in group.completions])
+  assert float(metrics["staleness/mean"]) == pytest.approx(lags.mean(), rel=1e-6)
+  assert float(metrics["stabilizers/lag_scale"]) == pytest.approx(1 / lags.mean(), rel=1e-6)

@@ -93,8 +93,42 @@ def geometric_mask(world, b, t, low=0.9, high=1.1):
 
 
 @by_token
-def m2po(world, b, t, threshold=None):
-  return score(world, b, t, world.rho(b, t), keep=math.log(world.rho(b, t)) ** 2 < threshold)
+def m2po(world, b, t, threshold=None, signed=False):
+  log_rho = math.log(world.rho(b, t))
+  back = signed and world.adv(b, t) * log_rho <= 0
+  return score(world, b, t, world.rho(b, t), keep=log_rho**2 < threshold or back)
+
+
+def dppo_keeps(world, b, t, bound, kl):
+  p, q = (min(math.exp(x[b, t]), 1.0) for x in (world.fixed, world.mu))
+  others = (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 else 0.0
+  distance = q * (world.mu[b, t] - world.fixed[b, t]) + others if kl else abs(p - q)
+  return distance <= bound or not (p > q if world.adv(b, t) > 0 else p < q)
+
+
+@by_token
+def dppo(world, b, t, bound=0.2, kl=False):
+  rho = world.rho(b, t)
+  return score(world, b, t, min(rho, 20.0), clipped=rho > 20.0, keep=dppo_keeps(world, b, t, bound, kl))
+
+
+@by_token
+def log_squared(world, b, t, tau=1e-3):
+  loss, _, clipped = score(world, b, t, min(world.rho(b, t), 20.0), clipped=world.rho(b, t) > 20.0)
+  kept = dppo_keeps(world, b, t, 0.2, False)
+  return loss * kept + tau * (world.lp[b, t] - world.mu[b, t]) ** 2, True, clipped and kept
+
+
+@by_token
+def sapo(world, b, t, positive=1.0, negative=1.05):
+  tau = positive if world.adv(b, t) > 0 else negative
+  return -world.adv(b, t) * 4 / tau / (1 + math.exp(-tau * (world.rho(b, t, world.lp) - 1))), True, False
+
+
+@by_token
+def vespo(world, b, t, shape_positive=2.0, rate_positive=3.0, shape_negative=3.0, rate_negative=2.0):
+  k, rate = (shape_positive, rate_positive) if world.adv(b, t) >= 0 else (shape_negative, rate_negative)
+  return score(world, b, t, world.w(b) ** k * math.exp(rate * (1 - world.w(b))))
 
 
 def surrogate(ratio, advantage, low, high, dual_clip=None, weight=1.0):
@@ -111,6 +145,15 @@ def surrogate(ratio, advantage, low, high, dual_clip=None, weight=1.0):
 @by_token
 def ppo_clip(world, b, t, low=0.2, high=0.2, dual_clip=None):
   return surrogate(world.rho(b, t, world.lp), world.adv(b, t), low, high, dual_clip)
+
+
+@by_token
+def sat(world, b, t, log_ratio_scale=None, low=0.2, high=0.2, exponent=2.0):
+  distance = abs(math.log(world.rho(b, t)))
+  hill = log_ratio_scale**exponent / (log_ratio_scale**exponent + distance**exponent)
+  c = 1.0 if distance <= log_ratio_scale else hill
+  above = world.rho(b, t) > 1
+  return surrogate(world.rho(b, t, world.lp), world.adv(b, t), low if above else c * low, c * high if above else high)
 
 
 @by_token
@@ -184,6 +227,23 @@ def second_moment_threshold(log_ratios, mask, budget):
   return ((kept[-1] if kept else 0.0) + threshold) / 2
 
 
+def log_ratio_quantile(log_ratios, mask, share):
+  sizes = sorted(abs(float(x)) for x in log_ratios[mask])
+  return next((x for i, x in enumerate(sizes, 1) if i >= share * len(sizes) - 1e-4), 0.0)
+
+
+def score_centering(p, q, advantages, mask, weight):
+  """Coefficient of log p(v) in the loss, [B, T, H]."""
+  out = np.zeros(p.shape)
+  for b, t in np.ndindex(mask.shape):
+    if mask[b, t]:
+      rho = (1 - q[b, t].sum()) / max(1 - p[b, t].sum(), 1e-6)
+      for v in range(p.shape[2]):
+        tail = rho * weight(1 / rho) * p[b, t, v]
+        out[b, t, v] = advantages[b] * (q[b, t, v] * weight(p[b, t, v] / q[b, t, v]) - tail)
+  return out
+
+
 def aggregate(loss, mask, method, max_length=None, count_empty=False):
   rows = [loss[b][mask[b]] for b in range(len(loss)) if count_empty or mask[b].any()]
   if method == "token_mean":
@@ -213,6 +273,11 @@ def rloo_advantages(rewards, groups):
     others = [rewards[j] for j, h in enumerate(groups) if h == g and j != i]
     out[i] = rewards[i] - np.mean(others) if others else 0.0
   return out
+
+
+def maxrl_advantages(rewards, groups):
+  mean = np.array([np.mean([r for r, h in zip(rewards, groups) if h == g]) for g in groups])
+  return np.divide(rewards - mean, mean, out=np.zeros(len(rewards)), where=mean != 0)
 
 
 def gae(rewards, values, mask, discount, trace):

@@ -32,6 +32,8 @@ def test_advantages_against_the_reference(seed):
   close(losses.grpo_advantages(rewards, GROUPS, 3), of_group(normalize_std=True))
   close(losses.grpo_advantages(rewards, GROUPS, 3, normalize_std=False), of_group())
   close(losses.rloo_advantages(rewards, GROUPS, 3), reference.rloo_advantages(rewards, GROUPS))
+  positive = np.abs(rewards)
+  close(losses.maxrl_advantages(positive, GROUPS, 3), reference.maxrl_advantages(positive.astype(np.float64), GROUPS))
   close(losses.opo_advantages(rewards, GROUPS, 3, lengths=lengths), of_group(lengths))
   close(losses.importance_mean_advantages(rewards, GROUPS, 3, log_weights=log_weights), of_group(weights))
   opob = functools.partial(losses.opob_advantages, rewards, GROUPS, 3, log_weights=log_weights, squared_norms=squares)
@@ -50,6 +52,8 @@ def test_worked_examples():
   close(losses.grpo_advantages(rewards, groups, 2), [2 / s, 1, -1 / s, -1, -1 / s])
   close(losses.grpo_advantages(rewards, groups, 2, normalize_std=False), [2, 0.5, -1, -0.5, -1])
   close(losses.rloo_advantages(rewards, groups, 2), [3, 1, -1.5, -1, -1.5])
+  close(losses.maxrl_advantages(rewards, groups, 2), [2, 1, -1, -1, -1])  # over the means 1 and ½
+  close(losses.maxrl_advantages(jnp.zeros(5), groups, 2), np.zeros(5))
   # Lengths 1, 1, 2, 3, 3: baselines 3·1/6 and 1·1/4.
   lengths = jnp.array([1, 1, 2, 3, 3])
   close(losses.opo_advantages(rewards, groups, 2, lengths=lengths), [2.5, 0.75, -0.5, -0.25, -0.5])

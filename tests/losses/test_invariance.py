@@ -55,6 +55,7 @@ _jacobian = jax.jit(jax.jacrev(lambda *arrays: aggregate_all(*arrays)[0]))
 def run(loss, batch, threshold):
   """(numerators [6], denominators [6], gradients [6, B, T]) of one (micro-)batch, one per aggregation, not divided."""
   extras = {"lag": batch["lag"], "proximal": batch["proximal"], "threshold": threshold}
+  extras["log_ratio_scale"] = jnp.sqrt(threshold)
   needed = {name: jnp.asarray(extras[name]) for name in losses.needs(loss)}
   mask = jnp.asarray(batch["mask"])
 
@@ -157,6 +158,13 @@ EXTREMES = {
   "cispo": (5, -5, TINY, -TINY),
   "topr": (1, -1, 1, -TINY),
   "m2po": (0, 0, 0, 0),
+  "m2po_signed": (0, -BIG, TINY, 0),
+  "dppo": (0, -20, TINY, 0),
+  "dppo_kl": (0, -20, TINY, 0),
+  "log_squared": (1e5, 1e5 - 20, 1e5, 1e5),
+  "sapo": (-4, 4 / 1.05, -4 / (1 + np.e), 4 / 1.05 / (1 + np.exp(1.05))),
+  "vespo": (TINY, -TINY, TINY, -TINY),
+  "sat": (-1, BIG, -TINY, 1),  # a clip that is contracted to nothing
   "ppo_clip": (-1.2, BIG, -TINY, 0.8),
   "dapo": (-1.28, BIG, -TINY, 0.8),
   "opsm": (-1.2, BIG, -TINY, 0),

@@ -29,7 +29,9 @@ def batch(seed=0, per_token_advantages=False, spread=0.7):
   # Round to float32 so that both sides see the same numbers.
   lp, mu, advantages = (x.astype(np.float32).astype(np.float64) for x in (lp, mu, advantages))
   proximal = (mu + (lp - mu) * rng.uniform(0, 1, (B, T))).astype(np.float32).astype(np.float64)
-  return dict(lp=lp, mu=mu, advantages=advantages, mask=mask), dict(lag=lag, proximal=proximal, threshold=0.3)
+  return dict(lp=lp, mu=mu, advantages=advantages, mask=mask), dict(
+    lag=lag, proximal=proximal, threshold=0.3, log_ratio_scale=0.25
+  )
 
 
 def call(loss, data, extras, **options):
@@ -63,6 +65,18 @@ REFERENCES = [
   (losses.geometric_mask, reference.geometric_mask, {}),
   (losses.geometric_mask, reference.geometric_mask, dict(low=0.7, high=1.4)),
   (losses.m2po, reference.m2po, {}),
+  (losses.m2po, reference.m2po, dict(signed=True)),
+  (losses.dppo, reference.dppo, {}),
+  (losses.dppo, reference.dppo, dict(bound=0.05)),
+  (losses.dppo, reference.dppo, dict(kl=True, bound=0.05)),
+  (losses.log_squared, reference.log_squared, {}),
+  (losses.log_squared, reference.log_squared, dict(tau=0.3)),
+  (losses.sapo, reference.sapo, {}),
+  (losses.sapo, reference.sapo, dict(positive=2.0, negative=0.5)),
+  (losses.vespo, reference.vespo, {}),
+  (losses.vespo, reference.vespo, dict(shape_positive=1.0, rate_positive=0.5, shape_negative=0.5, rate_negative=1.0)),
+  (losses.sat, reference.sat, {}),
+  (losses.sat, reference.sat, dict(low=0.5, high=0.4, exponent=1.0)),
   (losses.ppo_clip, reference.ppo_clip, {}),
   (losses.ppo_clip, reference.ppo_clip, dict(low=0.1, high=0.28)),
   (losses.ppo_clip, reference.ppo_clip, dict(dual_clip=1.3)),
@@ -133,6 +147,21 @@ OPTIONS = [
   (losses.geometric_mask, {}, dict(high=1.02)),
   (losses.geometric_mask, {}, dict(inner=losses.sequence_tis)),
   (losses.m2po, {}, dict(inner=losses.reinforce)),
+  (losses.m2po, {}, dict(signed=True)),
+  (losses.dppo, {}, dict(bound=0.05)),
+  (losses.dppo, {}, dict(kl=True)),
+  (losses.dppo, {}, dict(inner=losses.reinforce)),
+  (losses.log_squared, {}, dict(tau=0.1)),
+  (losses.log_squared, {}, dict(inner=losses.reinforce)),
+  (losses.sapo, {}, dict(positive=1.5)),
+  (losses.sapo, {}, dict(negative=1.5)),
+  (losses.vespo, {}, dict(shape_positive=1.0)),
+  (losses.vespo, {}, dict(rate_positive=1.0)),
+  (losses.vespo, {}, dict(shape_negative=1.0)),
+  (losses.vespo, {}, dict(rate_negative=1.0)),
+  (losses.sat, {}, dict(low=0.4)),
+  (losses.sat, {}, dict(high=0.4)),
+  (losses.sat, {}, dict(exponent=6.0)),
   (losses.ppo_clip, {}, dict(low=0.05)),
   (losses.ppo_clip, {}, dict(high=0.28)),
   (losses.ppo_clip, {}, dict(dual_clip=1.05)),
@@ -190,6 +219,24 @@ def test_second_moment_threshold(seed, budget):
   assert kept.size == 0 or np.mean(kept**2) <= budget * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.9, 0.5, 1.0])
+def test_log_ratio_quantile(seed, share):
+  rng = np.random.default_rng(seed)
+  ratios, mask = rng.normal(0, 0.6, (B, T)).astype(np.float32), rng.random((B, T)) < 0.7
+  got = losses.log_ratio_quantile(ratios, mask, share=share)
+  np.testing.assert_allclose(got, reference.log_ratio_quantile(ratios.astype(np.float64), mask, share), rtol=1e-6)
+  assert float(losses.log_ratio_quantile(ratios, np.zeros_like(mask))) == 0.0
+
+
+def test_sat_contracts_nothing_where_nothing_is_stale():
+  data, extras = batch()
+  same = {**data, "mu": data["lp"]}
+  np.testing.assert_array_equal(
+    call(losses.sat, same, {**extras, "log_ratio_scale": 0.0}).loss, call(losses.ppo_clip, same, extras).loss
+  )
+
+
 def test_second_moment_threshold_treats_equal_values_alike():
   # Squares 0, .07, .07: two of them have mean .035, all three .047. Equal tokens are rejected together.
   ratios = jnp.sqrt(jnp.array([[0.0, 0.07, 0.07]]))
@@ -229,12 +276,27 @@ GOLDEN = [
   ("decoupled_linear", 1.0, [-2.4, -1.8]),
   # (log ρ)² = (1.207, 0.480) against the threshold 1.
   ("m2po", 1.0, [0.0, 1.386294]),
+  ("m2po_signed", 1.0, [0.0, 1.386294]),
+  ("m2po_signed", -1.0, [-1.532477, -1.386294]),  # both move back: weights 3 and 2
+  # π − μ = (.4, .25) beyond .2, upwards; KL(μ ‖ π) = (.335, .131) beyond .05.
+  ("dppo", 1.0, [0.0, 0.0]),
+  ("dppo", -1.0, [-1.532477, -1.386294]),
+  ("dppo_kl", 1.0, [0.0, 0.0]),
+  ("dppo_kl", -1.0, [-1.532477, -1.386294]),
+  ("log_squared", 1.0, [1.206949e-3, 4.804530e-4]),  # rejected by dppo: .001 (log ρ)² is left
+  ("sapo", 1.0, [-3.523188, -2.924234]),  # 4 sigmoid(2), 4 sigmoid(1)
+  ("sapo", -1.0, [3.393916, 2.821999]),  # 4 / 1.05 sigmoid(2.1), sigmoid(1.05)
+  ("vespo", 1.0, [5.625462e-6, 7.633270e-6]),  # 36 e^-15 = 1.101248e-5
+  ("vespo", -1.0, [-5.009356e-3, -6.797267e-3]),  # 216 e^-10 = 9.806385e-3
+  # The scale .7 lies between log 2 and log 3: c = .49 / (.49 + 1.206949) = .288754 on the first token, then 1.
+  ("sat", 1.0, [-1.057751, -1.2]),
+  ("sat", -1.0, [3.0, 2.0]),
 ]
 
 
 @pytest.mark.parametrize(("name", "advantage", "expected"), GOLDEN)
 def test_worked_example(name, advantage, expected):
-  extras = dict(proximal=np.log([[0.4, 0.25]]), lag=np.array([[2, 2]]), threshold=1.0)
+  extras = dict(proximal=np.log([[0.4, 0.25]]), lag=np.array([[2, 2]]), threshold=1.0, log_ratio_scale=0.7)
   data = dict(
     lp=np.array([LOG_PI]), mu=np.array([LOG_MU]), advantages=np.array([advantage]), mask=np.ones((1, 2), bool)
   )

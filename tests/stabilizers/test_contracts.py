@@ -43,6 +43,7 @@ def scale_by_tracked_ess():
 ROWS = {
   "scale_by_ess": Row(stabilizers.scale_by_ess, {"power": 0.5, "on_policy_ratio": 1.0}, ("log_weights",)),
   "scale_by_ess-tracking": Row(scale_by_tracked_ess, {}, ("log_weights", "on_policy")),
+  "scale_by_lag": Row(stabilizers.scale_by_lag, {"power": 1.0, "reference": 2.0}, ("mean_lag",)),
   "control_alignment": Row(stabilizers.control_alignment, {"inner": optax.adam(1e-2), "low": 0.2, "high": 0.8}),
   "control_alignment-variant": Row(
     stabilizers.control_alignment,
@@ -94,7 +95,12 @@ def make_gradients(dtype=jnp.float32):
 def make_extra():
   """Extra arguments stacked over steps, one of them unknown to every stabilizer."""
   log_weights = jnp.asarray(np.random.default_rng(1).normal(size=(STEPS, 8)), jnp.float32)
-  return {"log_weights": log_weights, "on_policy": jnp.arange(STEPS) % 2 == 0, "unknown": jnp.zeros(STEPS)}
+  return {
+    "log_weights": log_weights,
+    "on_policy": jnp.arange(STEPS) % 2 == 0,
+    "mean_lag": 1.0 + jnp.arange(STEPS),
+    "unknown": jnp.zeros(STEPS),
+  }
 
 
 def at(tree, step):
@@ -371,6 +377,7 @@ def test_field_names_of_all_stabilizers_are_distinct():
     stabilizers.track_cosine(),
     stabilizers.control_alignment(stabilizers.lead_by_momentum(optax.adam(1e-2), 2)),
     scale_by_tracked_ess(),
+    stabilizers.scale_by_lag(),
   )
   state = optimizer.init(make_params())
   states = (
@@ -380,6 +387,7 @@ def test_field_names_of_all_stabilizers_are_distinct():
     stabilizers.LeadByMomentumState,
     stabilizers.ScaleByEssState,
     stabilizers.TrackOnPolicyRatioState,
+    stabilizers.ScaleByLagState,
   )
   for fields in states:
     for name in fields._fields:
