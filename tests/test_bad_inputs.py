@@ -1,5 +1,6 @@
 """Bad inputs that users bring, one table: where each enters, and the error that names it, its value and the remedy."""
 
+import dataclasses
 import fractions
 import gzip
 import json
@@ -25,6 +26,7 @@ GOLDEN = pathlib.Path(__file__).parent / "models" / "golden" / "llama3"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5\n"
 RECORD = b'{"question": "a", "answer": "1"}'
 GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+ON_TPUS = dataclasses.replace(tiny().policy, attention="ragged")
 HTML = b"<!DOCTYPE html><html>404: not found</html>"
 
 
@@ -183,6 +185,9 @@ TABLE = [
   row("a mode in capitals", option(mode="Async"), "one of 'async', .* got mode='Async'"),
   row("a lag of nothing", option(lag=None), "must be a text, got lag=None"),
   row("a folder as schedule", option(lag="."), "schedule.jsonl of a run, got lag='.', which is no file"),
+  row(
+    "a backend of attention of other devices", run(policy=ON_TPUS), "attention='ragged' needs TPUs, got cpu; .* 'auto'"
+  ),
   row("too few prompts", run(epochs=1, groups=64, slots=128, train_prompts=32), "give 32 groups, .* groups=64"),
   # Schedules
   row("a number in a schedule", schedule(b"5\n"), "line 1: '5.* is not an event"),

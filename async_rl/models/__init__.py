@@ -2,6 +2,7 @@
 
 from async_rl.models._attention import RAGGED_BLOCK
 from async_rl.models._attention import cache_attention
+from async_rl.models._attention import check_backend
 from async_rl.models._attention import self_attention
 from async_rl.models._families import FAMILIES
 from async_rl.models._families import named

@@ -36,10 +36,32 @@ def resolve_backend(backend: str, device: jax.Device, head_dim: int) -> str:
     return backend
   if device.platform == "tpu":
     return "ragged"
-  if device.platform in ("gpu", "cuda"):
-    capability = float(device.compute_capability)
-    return "cudnn" if capability >= (8.0 if head_dim <= 128 else 9.0) else "xla"
-  return "xla"
+  return "cudnn" if _has_cudnn(device, head_dim) else "xla"
+
+
+def check_backend(backend: str, device: jax.Device, head_dim: int) -> None:
+  """Raises a ValueError unless a backend runs on a device, for heads of width `head_dim`.
+
+  "splash" does everywhere: off TPUs it is interpreted, slowly.
+  """
+  check_choice("attention", backend, BACKENDS)
+  if backend == "ragged" and device.platform != "tpu":
+    needed = "TPUs"
+  elif backend == "cudnn" and not _has_cudnn(device, head_dim):
+    needed = f"NVIDIA GPUs of compute capability {_cudnn_capability(head_dim)} for heads of width {head_dim}"
+  else:
+    return
+  raise ValueError(
+    f"attention={backend!r} needs {needed}, got {device.device_kind}; choose 'auto' for the fastest that runs here."
+  )
+
+
+def _has_cudnn(device: jax.Device, head_dim: int) -> bool:
+  return device.platform in ("gpu", "cuda") and float(device.compute_capability) >= _cudnn_capability(head_dim)
+
+
+def _cudnn_capability(head_dim: int) -> float:
+  return 8.0 if head_dim <= 128 else 9.0
 
 
 def self_attention(

@@ -171,7 +171,12 @@ class Experiment:
     )
 
   def make_sampler(self, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh) -> sampling.Sampler:
-    """Makes a sampler of the policy."""
+    """Makes a sampler of the policy.
+
+    Raises:
+      ValueError: if the policy's attention does not run on the mesh's devices.
+    """
+    models.check_backend(self.policy.attention, mesh.devices.flat[0], self.policy.config.head_dim)
     return self.sampler(self.policy, config, self.tokenizer.stop_ids, self.tokenizer.pad_id, mesh)
 
   def make_evaluator(self, learner_mesh: jax.sharding.Mesh) -> sampling.Sampler:

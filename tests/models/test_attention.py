@@ -1,5 +1,6 @@
 """Attention kernels: splash, interpreted, against plain attention; cuDNN, lowered; both split over a mesh."""
 
+import contextlib
 import functools
 import re
 import types
@@ -158,3 +159,25 @@ def test_auto_is_the_backend_of_the_device(platform, capability, head_dim, expec
   assert _attention.resolve_backend("xla", device, head_dim) == "xla"
   with pytest.raises(ValueError, match="attention. must be one of .* got attention='flash'"):
     _attention.resolve_backend("flash", device, head_dim)
+
+
+@pytest.mark.parametrize(
+  ("backend", "platform", "capability", "head_dim", "refused"),
+  [
+    ("ragged", "tpu", None, 128, None),
+    ("ragged", "cpu", None, 128, "attention='ragged' needs TPUs, got a kind; choose 'auto'"),
+    ("ragged", "gpu", "9.0", 128, "attention='ragged' needs TPUs"),
+    ("cudnn", "gpu", "8.0", 128, None),
+    ("cudnn", "gpu", "9.0", 256, None),
+    ("cudnn", "gpu", "8.9", 256, "needs NVIDIA GPUs of compute capability 9.0 for heads of width 256"),
+    ("cudnn", "gpu", "7.5", 64, "needs NVIDIA GPUs of compute capability 8.0 for heads of width 64"),
+    ("cudnn", "tpu", None, 64, "attention='cudnn' needs NVIDIA GPUs"),
+    ("splash", "cpu", None, 64, None),
+    ("xla", "tpu", None, 64, None),
+    ("auto", "cpu", None, 64, None),
+  ],
+)
+def test_a_backend_that_does_not_run_on_the_device_is_refused(backend, platform, capability, head_dim, refused):
+  device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind="a kind")
+  with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
+    _attention.check_backend(backend, device, head_dim)
