@@ -1,7 +1,8 @@
 """Plans a run: `python -m experiments.plan CONFIG --topology v5e:4x4 [--slices 2] [options of the config]`.
 
 Compiles the programs of the run for accelerators that are not there, and prints what fits, what takes how long, and
-which split of the devices balances learning and generation. Needs the package libtpu (async_rl[tpu]) for TPUs.
+which split of the devices balances learning and generation. For TPUs that needs the package libtpu (async_rl[tpu]), also
+with --no-compile.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class PlanOptions:
   model: str | None = None
   #: Compile with these two numbers of layers, 2 or more, and extrapolate to all: saves most of the time of deep models.
   depths: tuple[int, int] | None = None
-  #: Compile for TPUs; without, traced programs are counted: in seconds, but without temporaries and exchanges.
+  #: Compile for TPUs; without, traced programs are counted, whose chips are still libtpu's: in seconds, but without
+  #: temporaries and exchanges.
   compile: bool = True
   #: Mean length of prompts to expect; None: half of the longest.
   prompt_tokens: float | None = None

@@ -107,7 +107,8 @@ class Topology:
       import libtpu  # noqa: F401
     except ImportError as error:
       raise ImportError(
-        "Programs for TPUs are compiled by the package libtpu, which is not installed; install async_rl[tpu]."
+        f"{self} needs the package libtpu, which has the chips and the compiler of TPUs, also with --no-compile; "
+        "install async_rl[tpu]."
       ) from error
     from jax.experimental import topologies
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -76,6 +77,12 @@ def test_wrong_options_are_explained(arguments, message, capsys):
   assert status == 2
   error = " ".join(capsys.readouterr().err.replace("│", " ").split())
   assert re.search(message, error), error
+
+
+def test_a_missing_libtpu_is_explained_whether_it_is_to_compile_or_not(in_this_process, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "libtpu", None)
+  assert command.main(["quickstart", "--topology", "v5e:2x2", "--no-compile"]) == 2
+  assert re.search("v5e:2x2 needs the package libtpu, .* also with --no-compile; install", capsys.readouterr().err)
 
 
 def test_missing_weights_are_explained_with_the_way_around_them():
