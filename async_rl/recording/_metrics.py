@@ -6,12 +6,15 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import pathlib
 import secrets
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -67,6 +70,9 @@ class MetricsWriter:
 
   One-dimensional arrays are counts: entry i is how often the value was i. They become histograms.
 
+  A file of JSON lines that is deleted, replaced or cut off meanwhile is noticed at the next write, and written again
+  with all rows that can still be read.
+
   Args:
     folder: the run's folder.
     resume_step: the step of the checkpoint that the run continues from. Rows of later steps, which will be written
@@ -75,6 +81,7 @@ class MetricsWriter:
       keeps them.
     wandb: whether to log to Weights & Biases too.
     config: the configuration for Weights & Biases.
+    warn: shows the user a sentence, such as that the file was deleted.
 
   Attributes:
     rows: the number of rows in the file.
@@ -93,6 +100,7 @@ class MetricsWriter:
     resume_rows: int | None = None,
     wandb: bool = False,
     config: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = print,
   ):
     import tensorboardX
 
@@ -107,20 +115,18 @@ class MetricsWriter:
         kept.append(json.dumps(row) + "\n")
     if resume_rows is not None and len(kept) + len(self.damaged) < resume_rows:
       self.damaged.append(f"{folder.metrics} has {len(kept)} of the {resume_rows} rows before the checkpoint")
-    self.rows = len(kept)
+    self._warn = warn
     self._mirrors = tuple(Mirror(path, folder.check_lock) for path in (folder.metrics, folder.tensorboard))
-    metrics, tensorboard = (mirror.local for mirror in self._mirrors)
-    temporary = metrics.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(metrics)
-    self._lines = metrics.open("a")
-    self._tensorboard = tensorboardX.SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
+    self._open_lines(kept)
+    self._tensorboard = tensorboardX.SummaryWriter(str(self._mirrors[1].local), purge_step=resume_step + 1)
 
   def write(self, step: int, metrics: Values) -> None:
     """Writes one row of values on the host. NaN and infinity, which JSON lacks, become null there."""
     numbers = {name: _number(value) for name, value in metrics.items()}
+    self._repair()
     self._lines.write(json.dumps({"step": step, **{name: _json(value) for name, value in numbers.items()}}) + "\n")
     self._lines.flush()
+    self._size = os.fstat(self._lines.fileno()).st_size
     self.rows += 1
     for name, value in numbers.items():
       if not isinstance(value, float):
@@ -134,21 +140,49 @@ class MetricsWriter:
 
   def flush(self) -> int:
     """Writes out all rows, to a bucket too, and returns their number: the `resume_rows` to resume from."""
+    self._repair()
     for mirror in self._mirrors:
       mirror.upload()
     return self.rows
 
   def close(self) -> None:
     """Writes out what is buffered."""
-    self._lines.close()
     self._tensorboard.close()
     if self._wandb is not None:
       self._wandb.finish()
     try:
       self.flush()
     finally:
+      self._lines.close()
       for mirror in self._mirrors:
         mirror.discard()
+
+  def _open_lines(self, lines: Sequence[str]) -> None:
+    """Puts a file of these lines in the place of what is there, in one step, and opens it."""
+    path = self._mirrors[0].local
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(lines))
+    temporary.replace(path)
+    self._lines: TextIO = path.open("a+")
+    self._size = path.stat().st_size
+    self.rows = len(lines)
+
+  def _repair(self) -> None:
+    """Writes the file again, from what is open of it, unless it is in its place with all that was written."""
+    try:
+      found = self._mirrors[0].local.stat()
+      if os.path.samestat(found, os.fstat(self._lines.fileno())) and found.st_size >= self._size:
+        return
+    except FileNotFoundError:
+      pass
+    rows = self.rows
+    with self._lines as lines:  # readable even where it was deleted
+      lines.seek(0)
+      kept = [line for line in lines if line.endswith("\n")]
+    self._open_lines(kept)
+    lost = rows - self.rows
+    outcome = f"{lost} of its {rows} rows are lost" if lost else f"its {rows} rows are written again"
+    self._warn(f"{self._mirrors[0].path} was deleted, replaced or cut off by something else than this run; {outcome}")
 
   def _add_histogram(self, name: str, counts: np.ndarray, step: int) -> None:
     values = np.arange(len(counts))

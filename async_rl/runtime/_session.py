@@ -146,6 +146,8 @@ class Session:
   def _open_log(self, stack: contextlib.ExitStack, rows: int) -> None:
     """Opens metrics, of which the checkpoint has this many rows, and progress; tells what is damaged or left out."""
     options = self.experiment.options
+    self._progress = Progress(options.length.steps, self.version, process=self.hosts.index)
+    stack.callback(self._progress.close)
     if self.hosts.first:
       self._writer: MetricsWriter | NoMetricsWriter = MetricsWriter(
         self.folder,
@@ -153,12 +155,11 @@ class Session:
         resume_rows=rows,
         wandb=options.output.wandb,
         config=flatten(options),
+        warn=self._progress.warn,
       )
     else:
       self._writer = NoMetricsWriter()
     stack.callback(self._writer.close)
-    self._progress = Progress(options.length.steps, self.version, process=self.hosts.index)
-    stack.callback(self._progress.close)
     for damage in (*self._checkpoints.skipped.values(), *self._recorder.damaged, *self._writer.damaged):
       self._progress.note(f"damaged: {damage}")
     if self.hosts.first:

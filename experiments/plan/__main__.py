@@ -1,8 +1,8 @@
 """Plans a run: `python -m experiments.plan CONFIG --topology v5e:4x4 [--slices 2] [options of the config]`.
 
 Compiles the programs of the run for accelerators that are not there, and prints what fits, what takes how long, and
-which split of the devices balances learning and generation. For TPUs that needs the package libtpu (async_rl[tpu]), also
-with --no-compile.
+which split of the devices balances learning and generation. TPUs need the package libtpu (async_rl[tpu]), also with
+--no-compile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Metrics reach the host one step late and the files complete, also after a resume."""
 
 import json
+import os
 import sys
 
 import jax
@@ -87,6 +88,48 @@ def test_resume_drops_what_will_be_written_again(folder):
   rows = [(row["step"], row["reward/mean"]) for row in read_metrics(folder.metrics)]
   assert rows == [(1, 1), (2, 2), (3, 3), (4, 40)]
   assert list(map(json.loads, folder.metrics.read_text().splitlines()))
+
+
+def delete(path):
+  path.unlink()
+
+
+def replace(path):
+  path.with_name("copy").write_text('{"step": 9}\n')
+  path.with_name("copy").rename(path)
+
+
+def cut_off(path):
+  os.truncate(path, path.stat().st_size - 5)  # within the last row
+
+
+def empty(path):
+  path.write_text("")
+
+
+@pytest.mark.parametrize(
+  ("damage", "rest", "words"),
+  [
+    (delete, [1, 2], "its 2 rows are written again"),
+    (replace, [1, 2], "its 2 rows are written again"),
+    (cut_off, [1], "1 of its 2 rows are lost"),
+    (empty, [], "2 of its 2 rows are lost"),
+  ],
+)
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_file_that_vanishes_is_noticed_and_written_again(folder, damage, rest, words, at_the_end):
+  said = []
+  writer = MetricsWriter(folder, warn=said.append)
+  writer.write(1, {"reward/mean": 1})
+  writer.write(2, {"reward/mean": 2})
+  damage(folder.metrics)
+  if not at_the_end:
+    writer.write(3, {"reward/mean": 3})
+    writer.write(4, {"reward/mean": 4})
+  assert writer.flush() == len(rest) + (0 if at_the_end else 2)
+  writer.close()
+  assert [row["step"] for row in read_metrics(folder.metrics)] == rest + ([] if at_the_end else [3, 4])
+  assert said == [f"{folder.metrics} was deleted, replaced or cut off by something else than this run; {words}"]
 
 
 def test_rows_after_the_checkpoint_are_dropped_also_those_of_its_step(folder):
