@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from async_rl import losses
 from async_rl._validation import check_choice
+from async_rl._validation import check_number
 from async_rl.learning._objective import AGGREGATIONS
 from async_rl.learning._objective import Objective
 
@@ -55,10 +56,14 @@ def rlhf_objective(
     kl_cap: the largest importance weight of a token for `kl="loss"`.
 
   Raises:
-    ValueError: if a name is unknown.
+    ValueError: if a name is unknown, or a number out of range.
   """
   check_choice("method", method, get_args(Method))
   check_choice("kl", kl, get_args(KL))
+  check_number("beta", beta, above=0)
+  check_number("kl_coefficient", kl_coefficient, at_least=0)
+  check_number("clip", clip, above=0)
+  check_number("kl_cap", kl_cap, above=0)
   loss: losses.PolicyLossFn = losses.reinforce
   advantages: Callable[..., Array] = _best_of_n
   if method in ("online_dpo", "ipo"):

@@ -106,9 +106,10 @@ class Experiment:
   def batch_shape(self) -> learning.BatchShape:
     """Returns the static shape of a training batch."""
     training, limits, devices = self.options.training, self.options.rollout, self.options.devices
+    sequences, longest = training.groups * training.samples, limits.max_prompt_tokens + limits.max_completion_tokens
     return learning.BatchShape(
-      sequences=training.groups * training.samples,
-      row_tokens=devices.row_tokens or limits.max_prompt_tokens + limits.max_completion_tokens,
+      sequences=sequences,
+      row_tokens=min(devices.row_tokens or longest, sequences * longest),  # a whole batch fills no longer row
       rows=devices.rows,
       completion_tokens=limits.max_completion_tokens,
       prompt_tokens=limits.max_prompt_tokens,
@@ -255,10 +256,11 @@ def _check_together(options: Options, objective: learning.Objective) -> None:
       f"*slots* must be at least samples, got slots={rollout.slots}, samples={training.samples}; a group needs all its "
       "slots at once."
     )
-  if 0 < devices.row_tokens <= rollout.max_completion_tokens:
+  longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+  if 0 < devices.row_tokens < longest:
     raise ValueError(
-      f"*row_tokens* must exceed max_completion_tokens={rollout.max_completion_tokens}, got "
-      f"row_tokens={devices.row_tokens}; a row holds the prompt too."
+      f"*row_tokens* must be at least max_prompt_tokens + max_completion_tokens={longest}, got "
+      f"row_tokens={devices.row_tokens}; 0 stands for that many."
     )
   if schedule.mode == "async" and devices.generation_devices == 0 and schedule.max_lag == 0:
     raise ValueError("max_lag=0 on shared devices leaves nothing to overlap; use mode='sync', or raise max_lag.")

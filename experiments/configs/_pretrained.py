@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from async_rl import models
+from async_rl._validation import check_number
 from async_rl.runtime import StageInputs
 
 
@@ -30,6 +31,11 @@ class Pretrained:
   dtype: str = "bfloat16"
   #: Backend of attention: auto, xla, cudnn (GPUs), splash (TPUs), or ragged (splash, and its own kernel to decode).
   attention: str = "auto"
+
+  def __post_init__(self):
+    if not self.weights:
+      raise ValueError("*weights* must name a folder, a file or fetched weights, got weights=''.")
+    check_number("lora_rank", self.lora_rank, whole=True, at_least=0)
 
   def tokenizer(self) -> models.Tokenizer:
     """Loads their tokenizer."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from async_rl import learning
+from async_rl._paths import check_path
+from async_rl._validation import check_number
 from async_rl.runtime import KeptStage
 from async_rl.runtime import RewardModelStage
 from async_rl.runtime import ScorerStage
@@ -39,6 +41,15 @@ class RLHF:
   reward_model_steps: int = 500
   #: Learning rate of the reward model.
   reward_model_rate: float = 2e-3
+
+  def __post_init__(self):
+    for name in ("supervised_steps", "reward_model_steps"):
+      check_number(name, getattr(self, name), whole=True, at_least=0)
+    for name in ("supervised_rate", "reward_model_rate"):
+      check_number(name, getattr(self, name), above=0)
+    check_path("stages", self.stages)
+    if not self.stages:
+      raise ValueError("*stages* must name a folder, got stages=''.")
 
   def objective(self) -> learning.Objective:
     """Returns the objective of the method."""

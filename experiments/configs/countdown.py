@@ -14,6 +14,7 @@ from async_rl import learning
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
+from async_rl._validation import check_number
 from experiments.configs._pretrained import Pretrained
 
 
@@ -38,6 +39,11 @@ class Options:
   devices: runtime.Devices = runtime.Devices(rows=16, row_tokens=1024, reward_workers=8)
   length: runtime.Length = runtime.Length(steps=200)
   output: runtime.Output = runtime.Output(run_dir="runs/countdown", eval_every=50, eval_prompts=256)
+
+  def __post_init__(self):
+    check_number("problems", self.problems, whole=True, at_least=1)
+    if not 1 <= self.numbers[0] <= self.numbers[1]:
+      raise ValueError(f"*numbers* must be two ascending numbers from 1 on, got numbers={self.numbers}.")
 
 
 def build(options: Options) -> runtime.Experiment:

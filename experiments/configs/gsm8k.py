@@ -16,6 +16,7 @@ from async_rl import learning
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
+from async_rl._validation import check_number
 from experiments.configs._pretrained import Pretrained
 
 
@@ -48,6 +49,11 @@ class Options:
   devices: runtime.Devices = runtime.Devices(rows=16, row_tokens=1024, reward_workers=8)
   length: runtime.Length = runtime.Length(steps=266)
   output: runtime.Output = runtime.Output(run_dir="runs/gsm8k", eval_every=50, eval_prompts=1319)
+
+  def __post_init__(self):
+    check_number("supervised_steps", self.supervised_steps, whole=True, at_least=0)
+    check_number("supervised_rate", self.supervised_rate, above=0)
+    check_number("ess_power", self.ess_power, at_least=0)
 
 
 def build(options: Options) -> runtime.Experiment:

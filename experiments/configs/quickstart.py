@@ -17,6 +17,7 @@ from async_rl import models
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
+from async_rl._validation import check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Options:
   def __post_init__(self):
     if not 0 <= self.warm_accuracy <= 1:
       raise ValueError(f"*warm_accuracy* must lie in 0..1, got warm_accuracy={self.warm_accuracy}.")
+    check_number("ess_power", self.ess_power, at_least=0)
 
 
 def build(options: Options) -> runtime.Experiment:

@@ -5,6 +5,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -369,3 +370,29 @@ def test_a_bad_value_of_any_part_is_refused_in_the_words_of_the_command_line(opt
     rf"\*{name}\* must .*{name}='?{options[1]}", " ".join(capsys.readouterr().err.replace("│", " ").split())
   )
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "message"),
+  [
+    ("quickstart", dict(ess_power=-1.0), "got ess_power=-1.0"),
+    ("gsm8k", dict(ess_power=math.nan), "got ess_power=nan"),
+    ("gsm8k", dict(supervised_steps=-1), "got supervised_steps=-1"),
+    ("gsm8k_calculator", dict(supervised_rate=0.0), "got supervised_rate=0.0"),
+    ("gsm8k", dict(lora_rank=-2), "got lora_rank=-2"),
+    ("gsm8k", dict(weights=""), "got weights=''"),
+    ("countdown", dict(problems=0), "got problems=0"),
+    ("countdown", dict(numbers=(4, 3)), r"got numbers=\(4, 3\)"),
+    ("keywords", dict(supervised_rate=-1.0), "got supervised_rate=-1.0"),
+    ("keywords", dict(reward_model_rate=0.0), "got reward_model_rate=0.0"),
+    ("keywords", dict(reward_model_steps=-1), "got reward_model_steps=-1"),
+    ("keywords", dict(stages=""), "got stages=''"),
+    ("keywords", dict(stages="s3://a/b"), "got stages='s3://a/b'"),
+    ("keywords", dict(beta=0.0), "got beta=0.0"),
+    ("keywords", dict(kl_coefficient=-0.1), "got kl_coefficient=-0.1"),
+  ],
+)
+def test_options_of_configs_are_refused_by_their_names_on_the_command_line(name, options, message):
+  config = configs.load(name)
+  with pytest.raises(ValueError, match=message):
+    config.experiment(config.options(**options))

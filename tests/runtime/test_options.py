@@ -43,7 +43,7 @@ from async_rl import runtime
     (dict(learning_rate=math.inf), "learning_rate=inf"),
     (dict(learning_rate=-1.0), "must be a number above 0, got learning_rate=-1.0"),
     (dict(slots=1), "slots=1, samples=2; a group needs all its slots at once"),
-    (dict(row_tokens=16), "row_tokens=16; a row holds the prompt too"),
+    (dict(row_tokens=23), "max_completion_tokens=24, got row_tokens=23; 0 stands for that many"),
     (dict(samples=1), "samples. must be at least 2 with these advantages"),
     (dict(mode="async", max_lag=0, generation_devices=0), "max_lag=0 on shared devices .* use mode='sync'"),
     (dict(max_lagg=3), "unknown option 'max_lagg': did you mean 'max_lag'"),
@@ -52,6 +52,12 @@ from async_rl import runtime
 def test_bad_values_are_refused_by_name_before_anything_happens(options, message):
   with pytest.raises(ValueError, match=message):
     tiny(**options)
+
+
+def test_rows_are_no_longer_than_a_whole_batch():
+  assert tiny(row_tokens=10**9).batch_shape.row_tokens == 4 * 2 * (8 + 16)
+  assert tiny(row_tokens=30).batch_shape.row_tokens == 30
+  assert tiny().batch_shape.row_tokens == 8 + 16
 
 
 def test_override_sets_options_in_their_parts_and_leaves_the_rest():

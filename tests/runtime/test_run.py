@@ -270,7 +270,6 @@ def test_the_end_of_the_data_ends_the_run(tmp_path, mode):
     (dict(fsdp=4, generation_devices=2), "divide the 6 devices .* fsdp=4, tensor=1; the nearest that does is fsdp=3"),
     (dict(generation_tensor=4, generation_devices=6), "got generation_tensor=4; .* is generation_tensor=3"),
     (dict(generation_devices=8), "generation_devices=8 of 8 devices"),
-    (dict(row_tokens=17), "row_tokens=17"),
   ],
 )
 def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, message):
