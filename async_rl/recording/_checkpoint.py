@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
@@ -56,29 +57,39 @@ class Checkpointer:
     fingerprint: a JSON-like mapping that describes the model; checkpoints with another one are refused.
     read_only: whether to leave unfinished saves alone, which may be in progress in another process. Otherwise they are
       taken for those of a process that was killed, and deleted.
+    processes: the processes of whose devices the state is, 0 among them, see `processes_of`; no other one may use the
+      checkpoints. `None`: all of them.
 
   Attributes:
     restored_step: the step of the checkpoint that was read last.
     skipped: one sentence by step for each damaged checkpoint that was passed over for it.
   """
 
-  def __init__(self, folder: Path | str, *, keep: int, fingerprint: Mapping[str, Any], read_only: bool = False):
+  def __init__(
+    self,
+    folder: Path | str,
+    *,
+    keep: int,
+    fingerprint: Mapping[str, Any],
+    read_only: bool = False,
+    processes: Collection[int] | None = None,
+  ):
     self.folder = absolute(as_path(folder))
     self._fingerprint = json.loads(json.dumps(fingerprint))
     self._base_folder = self.folder.with_name("base")
     self._base: str | None = None  # checksum of the frozen parameters, once they are written or read
     self.restored_step: int | None = None
     self.skipped: dict[int, str] = {}
-    processes = _all_processes()
+    self._processes = _options_of(processes)
     options = ocp.CheckpointManagerOptions(
       preservation_policy=ocp.checkpoint_managers.LatestN(keep),
       cleanup_tmp_directories=not read_only,
       create=False,
-      multiprocessing_options=processes,
+      multiprocessing_options=self._processes,
     )
     handlers = {
-      "params": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
-      "optimizer": ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+      "params": ocp.StandardCheckpointHandler(multiprocessing_options=self._processes),
+      "optimizer": ocp.StandardCheckpointHandler(multiprocessing_options=self._processes),
       "host": _HostHandler(),
       "meta": ocp.JsonCheckpointHandler(),
     }
@@ -91,7 +102,9 @@ class Checkpointer:
     """Step of the newest complete checkpoint, or None."""
     return self._manager.latest_step()
 
-  def save(self, step: int, state: TrainState, host: Mapping[str, Any]) -> None:
+  def save(
+    self, step: int, state: TrainState, host: Mapping[str, Any], others: Mapping[int, bytes] | None = None
+  ) -> None:
     """Starts saving; returns once the values are copied, so that `state` may be donated.
 
     Does nothing if `step` is saved already. An error of the save before is raised here, at the latest by `wait`.
@@ -100,13 +113,14 @@ class Checkpointer:
       step: number of the checkpoint, larger than those before.
       state: arrays on the learner mesh.
       host: state of this process: nested dicts and lists of numpy arrays, numbers, strings, booleans and None.
+      others: the same of processes that do not use the checkpoints, by their numbers, as archives (`to_archive`).
 
     Raises:
       CheckpointError: if it cannot be written, or a parameter is not finite. Earlier checkpoints are not touched.
     """
     if step == self.latest_step:
       return
-    archive = to_archive(host)
+    archives = {jax.process_index(): to_archive(host), **(others or {})}
     trained, frozen = split_trainable(state.params)
     if not jax.device_get(_all_finite(trained)):
       newest = "none yet" if self.latest_step is None else self.latest_step
@@ -115,15 +129,17 @@ class Checkpointer:
         f"the newest good one: {newest}"
       )
     state, first = state._replace(params=trained), bool(frozen) and self._base is None
-    self._check_space(step, len(archive) + sum(x.nbytes for x in jax.tree.leaves((state, frozen if first else {}))))
+    size = sum(map(len, archives.values()))
+    self._check_space(step, size + sum(x.nbytes for x in jax.tree.leaves((state, frozen if first else {}))))
+    state, frozen = _saveable(state), _saveable(frozen if first else {})
     if first:
       with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
-        self._base = save_frozen(self._base_folder, frozen)
+        self._base = save_frozen(self._base_folder, frozen, self._processes)
     items = ocp.args.Composite(
       params=ocp.args.StandardSave(state.params),
       optimizer=ocp.args.StandardSave({"opt_state": state.opt_state, "version": state.version}),
-      host=_HostSave(archive),
-      meta=ocp.args.JsonSave(self._fingerprint | ({"base": self._base} if frozen else {})),
+      host=_HostSave(archives),
+      meta=ocp.args.JsonSave(self._fingerprint | ({"base": self._base} if self._base else {})),
     )
     with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
       if not self._manager.save(step, args=items):
@@ -234,7 +250,7 @@ class Checkpointer:
         f"checkpoint {step} in {self.folder} holds adapters, but the weights that they were trained on are missing: "
         f"restore {self._base_folder}"
       )
-    params, found = restore_frozen(self._base_folder, abstract)
+    params, found = restore_frozen(self._base_folder, abstract, self._processes)
     if found != expected:
       raise CheckpointError(
         f"checkpoint {step} in {self.folder} holds adapters of other weights than those in {self._base_folder} "
@@ -262,14 +278,65 @@ class Checkpointer:
       raise kind(f"the checkpoint in {self.folder} {what}: {reason}; {remedy}") from error
 
 
-def _all_processes() -> ocp.options.MultiprocessingOptions:
+class NoCheckpointer(Checkpointer):
+  """Saves nothing and finds nothing, in the processes of a run that have no part of its state.
+
+  Args:
+    folder: the folder of the checkpoints, which are the other processes' concern.
+  """
+
+  def __init__(self, folder: Path | str):
+    self.folder = absolute(as_path(folder))
+    self.restored_step = None
+    self.skipped = {}
+
+  @property
+  def latest_step(self) -> int | None:
+    """Returns `None`."""
+    return None
+
+  def save(
+    self, step: int, state: TrainState, host: Mapping[str, Any], others: Mapping[int, bytes] | None = None
+  ) -> None:
+    """Does nothing."""
+
+  def set_aside_skipped(self) -> None:
+    """Does nothing."""
+
+  def reload(self) -> None:
+    """Does nothing."""
+
+  def wait(self) -> None:
+    """Does nothing."""
+
+  def close(self) -> None:
+    """Does nothing."""
+
+
+def processes_of(abstract: Any) -> set[int]:
+  """Returns the processes on whose devices arrays lie, by a tree of them or of ShapeDtypeStructs with shardings."""
+  shardings = {x.sharding for x in jax.tree.leaves(abstract) if hasattr(x, "sharding")}
+  return {device.process_index for sharding in shardings for device in sharding.device_set}
+
+
+def _options_of(processes: Collection[int] | None) -> ocp.options.MultiprocessingOptions:
   """Returns options that name the processes, so that these wait for one another over the coordinator.
 
   Orbax would otherwise have them wait by a program on all devices, also while a thread that samples launches others on
   some of the same.
   """
   count = jax.process_count()
-  return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
+  active = set(range(count) if processes is None else processes)
+  prefix = None if len(active) == count else "learners"
+  return ocp.options.MultiprocessingOptions(
+    active_processes=active if count > 1 else None, barrier_sync_key_prefix=prefix
+  )
+
+
+def _saveable(tree: Any) -> Any:
+  """Returns numpy arrays where all arrays are of one process among several, which Orbax refuses to save."""
+  alone = jax.process_count() > 1 and len(processes_of(jax.tree.leaves(tree))) == 1
+  return jax.tree.map(np.asarray, tree) if alone else tree
 
 
 @jax.jit
@@ -291,7 +358,8 @@ class _HostHandler(ocp.CheckpointHandler):
   """Keeps one numpy archive per process."""
 
   def save(self, directory: Any, args: _HostSave) -> None:
-    _host_file(directory, jax.process_index()).write_bytes(args.archive)
+    for process, archive in args.archives.items():
+      _host_file(directory, process).write_bytes(archive)
 
   def restore(self, directory: Any, args: Any = None) -> list[dict[str, Any]]:
     del args
@@ -302,7 +370,7 @@ class _HostHandler(ocp.CheckpointHandler):
 @ocp.args.register_with_handler(_HostHandler, for_save=True)
 @dataclasses.dataclass
 class _HostSave(ocp.args.CheckpointArgs):
-  archive: bytes
+  archives: Mapping[int, bytes]
 
 
 @ocp.args.register_with_handler(_HostHandler, for_restore=True)

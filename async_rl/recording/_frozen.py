@@ -12,16 +12,16 @@ from async_rl._arrays import sum_of_bits
 from async_rl._paths import Path
 
 
-def save_frozen(folder: Path, params: Any) -> str:
+def save_frozen(folder: Path, params: Any, processes: ocp.options.MultiprocessingOptions) -> str:
   """Writes `params` in place of what `folder` holds, all or nothing; returns their `checksum`."""
-  with ocp.StandardCheckpointer() as checkpointer:
+  with ocp.StandardCheckpointer(multiprocessing_options=processes) as checkpointer:
     checkpointer.save(folder, params, force=True)
   return checksum(params)
 
 
-def restore_frozen(folder: Path, abstract: Any) -> tuple[Any, str]:
+def restore_frozen(folder: Path, abstract: Any, processes: ocp.options.MultiprocessingOptions) -> tuple[Any, str]:
   """Reads parameters into the shardings of `abstract`; returns them and their `checksum`."""
-  with ocp.StandardCheckpointer() as checkpointer:
+  with ocp.StandardCheckpointer(multiprocessing_options=processes) as checkpointer:
     params = checkpointer.restore(folder, abstract)
   return params, checksum(params)
 

@@ -23,5 +23,6 @@ from async_rl.rollout._schedule import ScheduleRecorder
 from async_rl.rollout._schedule import read_schedule
 from async_rl.rollout._scorer import RewardModelScorer
 from async_rl.rollout._scorer import TextLimits
+from async_rl.rollout._weight_link import WeightLink
 from async_rl.rollout._weight_push import WeightPush
 from async_rl.rollout._weight_store import WeightStore

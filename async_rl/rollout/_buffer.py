@@ -44,7 +44,7 @@ class RolloutBuffer:
   published its weights of version v. A thread that fails calls `close(error)`, which wakes all waiters.
 
   Args:
-    groups_per_step: G, groups trained by one optimizer step, >= 1.
+    groups_per_step: G, groups trained by one optimizer step; 0 in a process that samples none.
     max_lag: the largest allowed lag of a trained token, in optimizer steps, >= 0.
     steps: optimizer steps of the run, or None for no end.
     limit: the end of the tickets, hence of the prompts, or None for no end. A group that could only be part of an
@@ -63,8 +63,8 @@ class RolloutBuffer:
     first: int = 0,
     stride: int = 1,
   ):
-    if groups_per_step < 1:
-      raise ValueError(f"*groups_per_step* must be at least 1, got groups_per_step={groups_per_step}.")
+    if groups_per_step < 0:
+      raise ValueError(f"*groups_per_step* must be at least 0, got groups_per_step={groups_per_step}.")
     if max_lag < 0:
       raise ValueError(f"*max_lag* must be at least 0, got max_lag={max_lag}.")
     groups = groups_per_step * stride
@@ -277,7 +277,9 @@ class RolloutBuffer:
     Raises:
       ValueError: if the states are of another step size or lag bound.
     """
-    _check_same("groups", sum(s["groups_per_step"] for s in states), self.groups_per_step * self._stride)
+    states = [s for s in states if s["groups_per_step"]]
+    if self.groups_per_step:
+      _check_same("groups", sum(s["groups_per_step"] for s in states), self.groups_per_step * self._stride)
     _check_same("max_lag", states[0]["max_lag"], self.max_lag)
     end = max(s["next_ticket"] for s in states)
     tickets = {ticket for s in states for ticket in range(s["next_ticket"], end, len(states))}
@@ -290,7 +292,7 @@ class RolloutBuffer:
       self._returned = sorted(t for t in tickets if t < limit and t % self._stride == self._first)
       self._taken = self._learner = states[0]["taken"]
       self._submitted = self._taken * self.groups_per_step
-      if not self._first:
+      if self.groups_per_step and not self._first:
         self._failures = sum((collections.Counter(s["failures"]) for s in states), collections.Counter())
       self._monitor.notify()
     return sum(len(s["complete"]["ticket"]) for s in states)
@@ -309,6 +311,9 @@ class RolloutBuffer:
       raise ValueError(f"take_batch({version}) out of turn: the next batch is that of version {self._taken}")
     self._learner = version
     self._monitor.notify()
+    if not self.groups_per_step:
+      self._monitor.check_open()
+      return []
     chosen = self._monitor.wait_for(ready, timeout)
     self._monitor.check_open()
     if chosen is None:
@@ -321,7 +326,7 @@ class RolloutBuffer:
     if self._resubmit:
       return heapq.heappop(self._resubmit)
     total = self._submitted + self._remaining()
-    if total < math.inf:
+    if self.groups_per_step and total < math.inf:
       total -= total % self.groups_per_step
     if self._submitted >= min((self.max_lag + sampler_version + 1) * self.groups_per_step, total):
       return None

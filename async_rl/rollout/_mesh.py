@@ -1,8 +1,9 @@
 """The split of the devices into a generation mesh and a learner mesh.
 
-Every host splits its own devices in the same way. The learner mesh spans all hosts; each host's generation mesh is
-its own, so that weights and rollouts cross hosts only in the learner's collectives. Where both roles share the
-devices ("colocated") the learner mesh has all of them, and the generation mesh all local ones.
+A split has one of three shapes. "Columns": every host splits its own devices in the same way; the learner mesh spans
+all hosts, and each host's generation mesh is its own, so that weights and rollouts cross hosts only in the learner's
+collectives. "Hosts": the first hosts learn on all of their devices, and each of the others generates on its own.
+"Colocated": both roles share the devices; the learner mesh has all of them, and the generation mesh all local ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from async_rl.models import named_mesh
 from async_rl.rollout._tpu_chips import choose_learners
+from async_rl.rollout._tpu_chips import takes_hosts
 
 D = TypeVar("D", bound=Any)  # a jax.Device
 
@@ -29,17 +31,24 @@ class Meshes(NamedTuple):
   """The devices by role.
 
   Attributes:
-    generation: the local devices of this process that sample.
+    generation: the local devices of this process that sample; those of another one where this one only learns. JAX runs
+      no program on a process without devices of its mesh: results are arrays of which nothing is local.
     learner: the devices of all processes that train.
     colocated: whether both roles share the devices.
+    samplers: the processes that only sample, while the others only learn; empty where all do both.
   """
 
   generation: Mesh
   learner: Mesh
   colocated: bool
+  samplers: tuple[int, ...] = ()
 
   def describe(self) -> str:
     """Returns a sentence on who has which devices."""
+    if self.samplers:
+      count, size = len(self.samplers), self.generation.size
+      who = f"1 host samples on {size} devices" if count == 1 else f"{count} hosts sample on {size} devices each"
+      return f"{who}, and {self.learner.size} devices of the others learn, side by side"
     if not self.colocated:
       return f"{self.generation.size} devices sample and {self.learner.size} learn, side by side"
     devices = "one device" if self.learner.size == 1 else f"{self.learner.size} devices"
@@ -49,6 +58,7 @@ class Meshes(NamedTuple):
 def make_meshes(
   generation: float | None = None,
   *,
+  hosts: int | None = None,
   fsdp: int = 1,
   tensor: int = 1,
   generation_tensor: int | None = None,
@@ -59,6 +69,9 @@ def make_meshes(
   Args:
     generation: the number of devices of each host that sample, or a fraction below 1 of the host's devices. 0 gives all
       devices both roles; None takes half of them, or all where a host has one.
+    hosts: the number of hosts that only sample, the last ones, while the others only learn; 0 has every host do both.
+      None has them do both, too, unless `generation` is None and a TPU's compiler refuses half of every host: then half
+      of the hosts sample, or all devices get both roles if it refuses that as well.
     fsdp: the size of the learner's fsdp axis; its data axis takes the remaining devices. Generation meshes have fsdp 1,
       since decoding would gather the parameters for every token.
     tensor: the size of the learner's tensor axis.
@@ -69,7 +82,8 @@ def make_meshes(
     ValueError: if the split leaves a role without devices, or axis sizes do not divide the number of devices; it names
       the nearest sizes that do.
   """
-  sampling, learning = split_devices(jax.devices() if devices is None else devices, generation, jax.process_index())
+  devices = jax.devices() if devices is None else devices
+  sampling, learning = split_devices(devices, generation, jax.process_index(), hosts)
   wanted = tensor if generation_tensor is None else generation_tensor
   if wanted < 1 or len(sampling) % wanted:
     nearest = _nearest_divisor(len(sampling), wanted)
@@ -81,14 +95,18 @@ def make_meshes(
     generation=make_mesh(sampling, tensor=wanted),
     learner=make_mesh(learning, fsdp=fsdp, tensor=tensor),
     colocated=not set(sampling).isdisjoint(learning),
+    samplers=tuple(sorted({d.process_index for d in devices} - {d.process_index for d in learning})),
   )
 
 
-def split_devices(devices: Sequence[D], generation: float | None, process_index: int) -> tuple[list[D], list[D]]:
+def split_devices(
+  devices: Sequence[D], generation: float | None, process_index: int, sampling_hosts: int | None = None
+) -> tuple[list[D], list[D]]:
   """Returns the devices on which process `process_index` samples, and those of all processes that learn.
 
   Both are in order of process and id. The last devices of a process sample; on TPUs, the chips of which the compiler
-  accepts the others for one program, see `choose_learners`. See `make_meshes` for `generation`.
+  accepts the others for one program, see `choose_learners`. A process that only learns is given the devices of the
+  first one that samples. See `make_meshes` for `generation` and, as `hosts`, for `sampling_hosts`.
   """
   hosts: dict[int, list[D]] = collections.defaultdict(list)
   for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
@@ -97,6 +115,8 @@ def split_devices(devices: Sequence[D], generation: float | None, process_index:
   size = sizes[process_index]
   if set(sizes.values()) != {size}:
     raise ValueError(f"every process must have equally many devices, got {sizes} by process")
+  if sampling_hosts:
+    return _split_hosts(hosts, sampling_hosts, process_index)
   if generation is None:
     count = size // 2
   else:
@@ -107,11 +127,45 @@ def split_devices(devices: Sequence[D], generation: float | None, process_index:
         f"give a number from 1 to {size - 1}, a fraction, or 0 to share the devices"
       )
   local = hosts[process_index]
+  if generation is None and count and not _takes_columns(list(hosts.values()), size - count):
+    half = len(hosts) // 2
+    if sampling_hosts is None and half and takes_hosts(list(hosts.values()), half):
+      return _split_hosts(hosts, half, process_index)
+    count = 0
   if count == 0:
     return local, [device for host in hosts.values() for device in host]
   learners = _choose_learners(list(hosts.values()), size - count)
   learning = [device for host in learners for device in host]
   return [device for device in local if device not in learning], learning
+
+
+def _split_hosts(hosts: dict[int, list[D]], count: int, process_index: int) -> tuple[list[D], list[D]]:
+  """Has the last `count` processes sample and the others learn; see `split_devices`.
+
+  Raises:
+    ValueError: if no process is left to learn, or a TPU's compiler refuses their chips.
+  """
+  if count >= len(hosts):
+    raise ValueError(
+      f"*generation_hosts* must leave a host to learn, got generation_hosts={count} of {len(hosts)}; with 0 every host "
+      "does both."
+    )
+  chips = next(iter(hosts.values()))
+  if chips[0].platform == "tpu" and not takes_hosts(list(hosts.values()), count):
+    accepted = [n for n in range(1, len(hosts)) if takes_hosts(list(hosts.values()), n)]
+    nearest = min(accepted, key=lambda n: abs(n - count), default=0)
+    raise ValueError(
+      f"*generation_hosts* must leave hosts for whose chips the compiler makes one program, got generation_hosts="
+      f"{count} of {len(hosts)} with {chips[0].device_kind}; the nearest that works is generation_hosts={nearest}."
+    )
+  learners, samplers = list(hosts)[:-count], list(hosts)[-count:]
+  local = process_index if process_index in samplers else samplers[0]
+  return hosts[local], [device for index in learners for device in hosts[index]]
+
+
+def _takes_columns(hosts: Sequence[Sequence[D]], count: int) -> bool:
+  """Returns whether `count` devices of every host can learn together, as far as the compiler is concerned."""
+  return hosts[0][0].platform != "tpu" or choose_learners(hosts, count) is not None
 
 
 def _choose_learners(hosts: Sequence[Sequence[D]], count: int) -> Sequence[Sequence[D]]:

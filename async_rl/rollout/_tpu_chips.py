@@ -39,6 +39,22 @@ def choose_learners(hosts: Sequence[Sequence[D]], count: int) -> list[list[D]] |
   return rule and [[chip for chip in host if rule(chip)] for host in hosts]
 
 
+def takes_hosts(hosts: Sequence[Sequence[D]], count: int) -> bool:
+  """Returns whether all chips but those of the last `count` hosts can learn together, and those of each host generate.
+
+  Args:
+    hosts: the chips of each host, equally many on every host.
+    count: the number of hosts that generate.
+  """
+  chips = hosts[0]
+  if len({getattr(chip, "slice_index", 0) for host in hosts for chip in host}) > 1:
+    return False
+  if "lite" not in chips[0].device_kind or len(hosts) <= 4:
+    return True
+  # The compiler takes no part of larger v5e slices; on larger v6e ones it aborts on three quarters.
+  return chips[0].device_kind != "TPU v5 lite" and 2 * count == len(hosts)
+
+
 def _rule(hosts: Sequence[Sequence[Any]], count: int) -> Callable[[Any], bool] | None:
   """Returns the function that tells whether a chip learns, for several hosts of two by two chips."""
   if count == 3:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from async_rl.models import Params
 from async_rl.models import as_used
+from async_rl.rollout._weight_link import WeightLink
 from async_rl.rollout._weight_route import Route
 
 Array = jax.Array
@@ -37,12 +38,14 @@ class WeightPush:
       mesh.
     dtype: the compute dtype.
     targets: the sampler's NamedShardings of these parts; parts with layers are lists of layers.
+    link: the way to the processes that sample, where others learn; `None` where every process does both.
 
   Attributes:
     nbytes: the bytes of the arrays that travel, each counted once.
   """
 
-  def __init__(self, abstract: Params, dtype: str, targets: Params):
+  def __init__(self, abstract: Params, dtype: str, targets: Params, link: WeightLink | None = None):
+    self._channel = None if link is None else link.open()
     self._depths = {part: len(layers) for part, layers in targets.items() if isinstance(layers, list)}
     cast = functools.partial(as_used, dtype=dtype)
     arrays, self._tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(cast, abstract))
@@ -73,11 +76,24 @@ class WeightPush:
     return self._stage(params)
 
   def copy(self, staged: Staged) -> Arrived:
-    """Starts the copies of this process's blocks to its generation devices. Launches no program."""
-    blocks = [route.blocks(pieces) for route, pieces in zip(self._routes, staged, strict=True)]
-    devices = [[route.devices] * len(waves) for route, waves in zip(self._routes, blocks, strict=True)]
-    moved = jax.device_put(blocks, devices)
-    arrays = [route.arrive(waves) for route, waves in zip(self._routes, moved, strict=True)]
+    """Starts the copies of this process's blocks to its generation devices. Launches no program.
+
+    Where other processes learn, it starts to pull their blocks; where others sample, it offers them this one's.
+    """
+
+    def blocks() -> list[list[list[Array]]]:
+      return [route.blocks(pieces) for route, pieces in zip(self._routes, staged, strict=True)]
+
+    moved: Any
+    if self._channel is None:
+      found = blocks()
+      devices = [[route.devices] * len(waves) for route, waves in zip(self._routes, found, strict=True)]
+      moved = jax.device_put(found, devices)
+    else:
+      wanted = [route.abstract_blocks(dtype) for route, dtype in zip(self._routes, self._dtypes, strict=True)]
+      moved = self._channel.carry(blocks, wanted) or [None] * len(wanted)
+    arrived = zip(self._routes, moved, self._dtypes, strict=True)
+    arrays = [route.arrive(waves, dtype) for route, waves, dtype in arrived]
     return [[arrays[i] for i in group] for group in self._groups]
 
   def gather(self, arrived: Arrived) -> Params:

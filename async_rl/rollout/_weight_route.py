@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+from jax.sharding import SingleDeviceSharding
 
 from async_rl.models import named_mesh
 
@@ -52,7 +53,7 @@ class Route:
   Args:
     shape: the array's shape.
     source: its sharding on the learner mesh.
-    target: its sharding on the generation mesh of this process.
+    target: its sharding on the generation mesh of this process; where this one only learns, of one that samples.
 
   Attributes:
     staging: the sharding, on the learner mesh, of each of the arrays into which `cut` cuts it.
@@ -133,10 +134,22 @@ class Route:
       waves.append(chosen)
     return waves
 
-  def arrive(self, blocks: Sequence[Sequence[Array]]) -> list[Array]:
-    """Returns each wave as one array on the generation mesh, from its blocks on the devices in their order."""
+  def abstract_blocks(self, dtype: jnp.dtype) -> list[list[jax.ShapeDtypeStruct]]:
+    """Returns the shapes and shardings of the result of `blocks`, once these are on the generation devices."""
+    shape = self._arrival.shard_shape(self._wave_shape())
+    wave = [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device)) for device in self.devices]
+    return [wave] * math.prod(self._waves)
+
+  def arrive(self, blocks: Sequence[Sequence[Array]] | None, dtype: jnp.dtype) -> list[Array]:
+    """Returns each wave as one array on the generation mesh, from its blocks on the devices in their order.
+
+    Args:
+      blocks: the waves; `None` where the generation devices are of another process, of which the arrays have no data.
+      dtype: the dtype of the array.
+    """
     shape = self._wave_shape()
-    return [jax.make_array_from_single_device_arrays(shape, self._arrival, list(wave)) for wave in blocks]
+    waves = [()] * math.prod(self._waves) if blocks is None else blocks
+    return [jax.make_array_from_single_device_arrays(shape, self._arrival, list(wave), dtype=dtype) for wave in waves]
 
   def abstract_arrived(self, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes and shardings of the result of `arrive`."""
@@ -184,7 +197,8 @@ def _split_by_host(mesh: Mesh) -> tuple[Mesh, dict[str, int]]:
   processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
   if all(np.any(processes == process, axis=mesh.axis_names.index("data")).all() for process in set(processes.flat)):
     return mesh, dict.fromkeys(mesh.axis_names, 1)
-  free = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+  first = mesh.devices.flat[0].process_index
+  free = sum(device.process_index == first for device in mesh.devices.flat)
   hosts = {}
   for axis, size in reversed(mesh.shape.items()):
     if free % size and size % free:

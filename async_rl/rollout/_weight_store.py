@@ -15,6 +15,7 @@ from async_rl.models import Policy
 from async_rl.models import param_shardings
 from async_rl.models import split_trainable
 from async_rl.models import with_shardings
+from async_rl.rollout._weight_link import WeightLink
 from async_rl.rollout._weight_push import Arrived
 from async_rl.rollout._weight_push import Staged
 from async_rl.rollout._weight_push import WeightPush
@@ -22,6 +23,8 @@ from async_rl.rollout._weight_push import WeightPush
 
 class WeightStore:
   """Moves parameters from the learner mesh to the generation mesh of this process and keeps the newest.
+
+  Where some processes learn and others sample, all have a store; what the former find in theirs has no data.
 
   Publishing starts a program on the learner mesh, by which each device casts what it holds, and does not wait for it. A
   thread copies the blocks from device to device; a version is only seen once they are there. The thread that fetches
@@ -35,13 +38,15 @@ class WeightStore:
     policy: the architecture and the compute dtype.
     shardings: the NamedShardings in which the sampler takes its weights, see `sampling.Sampler.weight_shardings`.
     learner: the learner mesh.
+    link: the way from the processes that learn to those that sample; `None` where every process does both.
   """
 
-  def __init__(self, policy: Policy, shardings: Params, learner: Mesh):
+  def __init__(self, policy: Policy, shardings: Params, learner: Mesh, link: WeightLink | None = None):
     abstract = with_shardings(policy.abstract(), param_shardings(policy.abstract(), learner))
     trained, frozen = split_trainable(abstract)
-    self._trained_push = WeightPush(trained, policy.dtype, shardings)
-    self._frozen_push = WeightPush(frozen, policy.dtype, shardings)
+    self._trained_push = WeightPush(trained, policy.dtype, shardings, link)
+    self._frozen_push = WeightPush(frozen, policy.dtype, shardings, link)
+    self._linked = link is not None
     self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
     self._monitor = Monitor("the weight store")
     self._published = -1
@@ -132,6 +137,9 @@ class WeightStore:
       start = self._ready_at = time.monotonic()
       arrived = self._trained_push.copy(staged)
       arrived_frozen = self._frozen_push.copy(staged_frozen) if staged_frozen else []
+      if self._linked:  # the first block arrives as soon as another process has computed it
+        jax.block_until_ready(jax.tree.leaves(arrived)[0])
+        start = self._ready_at = time.monotonic()
       jax.block_until_ready((arrived, arrived_frozen))
       with self._monitor:
         self._ready, self._arrived = version, arrived

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+from collections.abc import Collection
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._prompts import PromptEncoder
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._options import RESUMABLE
+from async_rl.runtime._options import Devices
 from async_rl.runtime._options import Options
 from async_rl.runtime._options import check_types
 from async_rl.runtime._options import flatten
@@ -153,6 +155,7 @@ class Experiment:
     shared = self.options.schedule.mode == "sync"
     return make_meshes(
       0 if shared else split.generation_devices,
+      hosts=split.generation_hosts,
       fsdp=split.fsdp,
       tensor=split.tensor,
       generation_tensor=split.generation_tensor,
@@ -187,13 +190,13 @@ class Experiment:
     """
     return self.make_sampler(*self.evaluation_setup(learner_mesh))
 
+  def make_stage_sampler(self, learner_mesh: jax.sharding.Mesh) -> sampling.Sampler:
+    """Makes a sampler of training samples on the learner's devices, for stages where those that generate are remote."""
+    return self.make_sampler(*_fit_learner(self.sampler_config, learner_mesh, self.options.devices))
+
   def evaluation_setup(self, learner_mesh: jax.sharding.Mesh) -> tuple[sampling.SamplerConfig, jax.sharding.Mesh]:
     """Returns the sizes and the mesh of the sampler of evaluations."""
-    local = [d for d in learner_mesh.devices.flat if d.process_index == jax.process_index()]
-    devices, config = self.options.devices, self.evaluation_config
-    mesh = make_mesh(local, tensor=math.gcd(len(local), devices.generation_tensor or devices.tensor))
-    data = mesh.shape["data"]
-    return dataclasses.replace(config, slots=-(-config.slots // data) * data), mesh
+    return _fit_learner(self.evaluation_config, learner_mesh, self.options.devices)
 
   def make_stage_inputs(self, rewards: tasks.RewardPool, hosts: Hosts | None = None) -> StageInputs:
     """Makes the objects of a run that stages may use.
@@ -232,11 +235,24 @@ class Experiment:
       )
     return self._check(prompts).select(prompts)
 
-  def make_checkpointer(self, folder: Path | str, *, read_only: bool = False) -> Checkpointer:
+  def make_checkpointer(
+    self, folder: Path | str, *, read_only: bool = False, processes: Collection[int] | None = None
+  ) -> Checkpointer:
     """Opens the checkpoints in `folder`, which are refused if they are of another model; see `Checkpointer`."""
     lora = self.policy.lora
     model = {"model": dataclasses.asdict(self.policy.config), "lora": lora and dataclasses.asdict(lora)}
-    return Checkpointer(folder, keep=self.options.output.keep, fingerprint=model, read_only=read_only)
+    keep = self.options.output.keep
+    return Checkpointer(folder, keep=keep, fingerprint=model, read_only=read_only, processes=processes)
+
+
+def _fit_learner(
+  config: sampling.SamplerConfig, learner_mesh: jax.sharding.Mesh, devices: Devices
+) -> tuple[sampling.SamplerConfig, jax.sharding.Mesh]:
+  """Returns the sizes and the mesh of a sampler on the learner's devices of this process."""
+  local = [d for d in learner_mesh.devices.flat if d.process_index == jax.process_index()]
+  mesh = make_mesh(local, tensor=math.gcd(len(local), devices.generation_tensor or devices.tensor))
+  data = mesh.shape["data"]
+  return dataclasses.replace(config, slots=-(-config.slots // data) * data), mesh
 
 
 def _check_numbers(options: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -73,6 +74,15 @@ class Hosts:
     """Waits for all processes."""
     self.gather(b"")
 
+  def among(self, members: Sequence[int]) -> Hosts:
+    """Returns some of the processes as a run of their own; all of them, and no other one, must call it together.
+
+    Args:
+      members: the numbers of those processes in ascending order, of which this is one.
+    """
+    del members
+    return self
+
 
 class JoinedHosts(Hosts):
   """Several processes of one JAX job.
@@ -83,16 +93,23 @@ class JoinedHosts(Hosts):
   Args:
     stop: the signals that ask this process to end.
     watch: the watch over the others.
+    devices: one CPU device of each process; `None` takes those of all processes.
+    index: the number of this process among them, if they are given.
   """
 
-  def __init__(self, stop: StopSignal, watch: Watch):
+  def __init__(
+    self, stop: StopSignal, watch: Watch, devices: Sequence[jax.Device] | None = None, index: int | None = None
+  ):
     self.stop = stop
-    self.index = jax.process_index()
-    self.count = jax.process_count()
+    self.index = jax.process_index() if index is None else index
     self._watch = watch
     self._device = jax.local_devices(backend="cpu")[0]
-    devices = {device.process_index: device for device in reversed(jax.devices("cpu"))}
-    mesh = named_mesh(np.array([devices[i] for i in sorted(devices)]), ["hosts"])
+    if devices is None:
+      by_process = {device.process_index: device for device in reversed(jax.devices("cpu"))}
+      devices = [by_process[i] for i in sorted(by_process)]
+    self.count = len(devices)
+    self._devices = devices
+    mesh = named_mesh(np.array(devices), ["hosts"])
     self._rows = NamedSharding(mesh, PartitionSpec("hosts"))
     self._all_gather = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))
     # Accelerators may number the processes otherwise than CPUs do. This first exchange also connects the processes,
@@ -130,6 +147,16 @@ class JoinedHosts(Hosts):
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = self._exchange(padded) if sizes.any() else np.zeros((self.count, 0), np.uint8)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+  def among(self, members: Sequence[int]) -> Hosts:
+    if len(members) == self.count:
+      return self
+    if len(members) > 1:
+      devices = [self._devices[self._order[i]] for i in members]
+      return JoinedHosts(self.stop, self._watch, devices, list(members).index(self.index))
+    alone = Hosts()
+    alone.stop = self.stop
+    return alone
 
   def _exchange(self, row: np.ndarray) -> np.ndarray:
     """Returns the rows of all processes, [N, ...]."""

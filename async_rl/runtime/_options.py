@@ -136,6 +136,8 @@ class Devices:
 
   #: Devices for generation; the others learn. 0: both share all devices. None: half of them, all if there is one.
   generation_devices: int | None = None
+  #: Hosts that only generate, the last ones; the others only learn. 0: every host does both. None: what compiles.
+  generation_hosts: int | None = None
   #: Size of the learner mesh's fsdp axis; the remaining devices are data parallel.
   fsdp: int = 1
   #: Size of the learner mesh's tensor axis.
@@ -166,8 +168,14 @@ class Devices:
       check_number(name, getattr(self, name), whole=True, at_least=0)
     if self.generation_tensor is not None:
       check_number("generation_tensor", self.generation_tensor, whole=True, at_least=1)
-    if self.generation_devices is not None:
-      check_number("generation_devices", self.generation_devices, whole=True, at_least=0)
+    for name in ("generation_devices", "generation_hosts"):
+      if getattr(self, name) is not None:
+        check_number(name, getattr(self, name), whole=True, at_least=0)
+    if self.generation_hosts and self.generation_devices is not None:
+      raise ValueError(
+        f"*generation_hosts* generate on all of their devices, got generation_hosts={self.generation_hosts} and "
+        f"generation_devices={self.generation_devices}; give one of them."
+      )
     check_number("reward_timeout", self.reward_timeout, above=0)
     self._check_processes()
 

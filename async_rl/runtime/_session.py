@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -13,7 +14,9 @@ import jax
 from async_rl import learning
 from async_rl import tasks
 from async_rl._paths import delete
+from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
+from async_rl.recording._checkpoint import NoCheckpointer
 from async_rl.recording._metrics import MetricsWriter
 from async_rl.recording._metrics import NoMetricsWriter
 from async_rl.recording._progress import Progress
@@ -25,6 +28,7 @@ from async_rl.rollout._conversations import Conversations
 from async_rl.rollout._ledger import Ledger
 from async_rl.rollout._prompts import PromptStream
 from async_rl.rollout._schedule import ScheduleRecorder
+from async_rl.rollout._weight_link import WeightLink
 from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._gather import gather_groups
@@ -33,6 +37,11 @@ from async_rl.runtime._host_state import HostState
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._options import flatten
 from async_rl.runtime._reference import set_starting_reference
+from async_rl.runtime._roles import assign_roles
+from async_rl.runtime._roles import done_by_learners
+from async_rl.runtime._roles import remote_array
+from async_rl.runtime._roles import states_of_samplers
+from async_rl.runtime._stages import StageInputs
 from async_rl.runtime._stall_watch import StallWatch
 from async_rl.runtime._step_log import StepLog
 from async_rl.runtime._step_meter import StepMeter
@@ -77,11 +86,8 @@ class Session:
     self._rewards = rewards
     self._scorer: tasks.Scorer | None = None  # scores training samples in place of the task
     options, training = experiment.options, experiment.options.training
-    if training.groups % hosts.count:
-      raise ValueError(
-        f"*groups* must be a multiple of the number of processes, got groups={training.groups} on {hosts.count}; each "
-        "of them samples as many."
-      )
+    self._roles = roles = assign_roles(experiment, hosts)
+    self._learners = hosts.among(roles.learners) if roles.learns else hosts
     self._stage_inputs = inputs = experiment.make_stage_inputs(rewards, hosts)
     self._meshes = inputs.meshes
     self._encoder = inputs.encoder
@@ -96,17 +102,20 @@ class Session:
         f"{folder.path} holds a run whose checkpoints are missing: restore {folder.checkpoints}, or pass --overwrite "
         "to delete the run and start again."
       )
-    self._checkpoints = experiment.make_checkpointer(folder.checkpoints)
+    self._checkpoints: Checkpointer = NoCheckpointer(folder.checkpoints)
+    if roles.learns:
+      self._checkpoints = experiment.make_checkpointer(folder.checkpoints, processes=roles.learners)
     self._ledger = Ledger()
     self.buffer = RolloutBuffer(
-      training.groups // hosts.count,
+      training.groups // len(roles.samplers) if roles.samples else 0,
       options.schedule.lag_bound,
       steps=options.length.steps,
       limit=self._prompts.num_tickets,
-      first=hosts.index,
-      stride=hosts.count,
+      first=roles.place,
+      stride=len(roles.samplers),
     )
-    self.store = WeightStore(experiment.policy, self._sampler.weight_shardings, self._meshes.learner)
+    link = WeightLink(hosts.index, roles.learners, roles.samplers, hosts.gather) if roles.apart else None
+    self.store = WeightStore(experiment.policy, self._sampler.weight_shardings, self._meshes.learner, link)
 
   # Open, restore.
 
@@ -116,7 +125,7 @@ class Session:
     stack.callback(self.store.close)
     stack.callback(self._checkpoints.close)
     saved = self._restore_or_start()
-    own = saved[self.hosts.index] if len(saved) == self.hosts.count else None
+    own = saved[self.hosts.index] if self._roles.made(saved) else None
     self._recorder = ScheduleRecorder(self.folder.schedule, own["schedule"] if own else 0, self.folder.check_lock)
     stack.callback(self._recorder.close)
     self._open_log(stack, saved[0]["metrics"] if saved else 0)
@@ -131,17 +140,19 @@ class Session:
     self._meter = StepMeter(self._sampler, self.buffer, self.store, self.actor, self._scorer or self._rewards)
     stack.callback(self.buffer.close)
     scorers = (self._rewards, self._scorer or self._rewards)
-    self._log = StepLog(self.hosts, self._writer, self._progress, self._ledger, scorers, self._checkpoints)
+    self._log = StepLog(self.hosts, self._roles, self._writer, self._progress, self._ledger, scorers, self._checkpoints)
     self.host_state = HostState(
       self._prompts, self._prompt_check.fingerprint, self.buffer, self.actor, self._ledger, self._recorder, self._writer
     )
-    self._held_out = HeldOutEvaluator(experiment, self._stage_inputs, self._scorer)
+    inputs = dataclasses.replace(self._stage_inputs, hosts=self._learners)
+    self._held_out = HeldOutEvaluator(experiment, inputs, self._scorer)
     if saved:
       self._restore_host_state(saved)
     else:
       self.save()
-    self.stop.activity = "compiling the sampler"
-    self._sampler.warmup(resumes=self._encoder.has_tool)
+    if self._roles.samples:
+      self.stop.activity = "compiling the sampler"
+      self._sampler.warmup(resumes=self._encoder.has_tool)
 
   def _open_log(self, stack: contextlib.ExitStack, rows: int) -> None:
     """Opens metrics, of which the checkpoint has this many rows, and progress; tells what is damaged or left out."""
@@ -174,6 +185,13 @@ class Session:
 
   def _restore_or_start(self) -> list[dict[str, Any]]:
     """Sets state and version; returns the hosts' parts of the newest checkpoint, none if there is no checkpoint."""
+    if not self._roles.learns:
+      self.state = jax.tree.map(remote_array, self._learner.abstract())
+    self.version, saved = done_by_learners(self.hosts, self._roles, self._restore_or_init)
+    return saved
+
+  def _restore_or_init(self) -> tuple[int, list[dict[str, Any]]]:
+    """Sets the state; returns its version and the hosts' parts of the checkpoint."""
     if self._checkpoints.latest_step is not None:
       self.state, saved = self._checkpoints.restore(self._learner.abstract())
       if saved[0]["prompts"] != self._prompt_check.fingerprint:
@@ -181,27 +199,33 @@ class Session:
           f"The training prompts are not those that {self.folder.path} was started with; restore the data set to "
           "resume, or start another run with the new one."
         )
-      self.version, named = int(self.state.version), self._checkpoints.restored_step
-      if self.version != named:
-        raise CheckpointError(
-          f"{self._checkpoints.folder / str(named)} holds step {self.version}: give the folder that name."
-        )
+      version, named = int(self.state.version), self._checkpoints.restored_step
+      if version != named:
+        found = self._checkpoints.folder / str(named)
+        raise CheckpointError(f"{found} holds step {version}: give the folder that name.")
       if self.experiment.keeps_reference:
         set_starting_reference(self._learner, self.folder.reference, None)
-      return saved
+      return version, saved
     start = self.experiment.first_stage
-    params = start(self._stage_inputs) if start is not None else None
+    params = start(self._inputs_of_learners()) if start is not None else None
     self.state = self._learner.init(jax.random.key(self.experiment.options.training.seed), params)
     if self.hosts.first:  # left by a run that ended before its first checkpoint
       delete(self.folder.reference)
-    self.hosts.barrier()
+    self._learners.barrier()
     if self.experiment.keeps_reference:
       set_starting_reference(self._learner, self.folder.reference, self.state.params)
-    return []
+    return 0, []
+
+  def _inputs_of_learners(self) -> StageInputs:
+    """Returns the objects for a stage; where other processes sample, it samples on the learner's devices."""
+    if not self._roles.apart:
+      return self._stage_inputs
+    sampler = self.experiment.make_stage_sampler(self._meshes.learner)
+    return dataclasses.replace(self._stage_inputs, sampler=sampler, hosts=self._learners)
 
   def _restore_host_state(self, saved: list[dict[str, Any]]) -> None:
-    """Restores what this process saved, or its share of what another number of processes did."""
-    if len(saved) == self.hosts.count:
+    """Restores what this process saved, or its share of what other processes did."""
+    if self._roles.made(saved):
       simulated = self.experiment.options.schedule.mode == "simulated"
       self.host_state.restore(saved[self.hosts.index], continue_samples=not simulated)
       self._progress.note(f"resumed at step {self.version}")
@@ -273,15 +297,17 @@ class Session:
     learner, output = self._learner, self.experiment.options.output
     self._meter.begin_step()
     self.stop.activity = f"training step {self.version + 1}"
-    batch = learner.put(learning.pack(groups, learner.shape))
+    metrics: dict[str, Any] = {}
+    batch = learner.put(learning.pack(groups, learner.shape)) if self._roles.learns else None
     with self._device_turn():
-      self.state, metrics = learner.step(self.state, batch)
+      if batch is not None:
+        self.state, metrics = learner.step(self.state, batch)
       self.version += 1
       if not self.done:
         self.publish_weights()
     drawn = sum(map(drawn_tokens, groups))
     values = self._meter.metrics(groups, self.version - 1, drawn)
-    self._log.push(self.version, groups, metrics, combine(self.hosts, values))
+    self._log.push(self.version, groups, metrics, combine(self.hosts, self._roles, values))
     with self._stall_watch.paused():
       if not self.done and self.evaluation_due:
         with self._meter.timing("evaluation"):
@@ -325,7 +351,8 @@ class Session:
     self.stop.activity = f"evaluating step {self.version}"
     self._log.flush()
     with self._device_turn():
-      metrics = self._held_out.measure(self.state.params, self.version)
+      measure = functools.partial(self._held_out.measure, self.state.params, self.version)
+      metrics = done_by_learners(self.hosts, self._roles, measure)
     self._log.warn_of_failures()
     accuracy[self.version] = metrics["accuracy"]
     self._writer.write(self.version, {f"eval/{name}": value for name, value in metrics.items()})
@@ -348,4 +375,4 @@ class Session:
     self._log.flush()
     with self.actor.paused():
       host = self.host_state.collect()
-    self._checkpoints.save(self.version, self.state, host)
+    self._checkpoints.save(self.version, self.state, host, states_of_samplers(self.hosts, self._roles, host))

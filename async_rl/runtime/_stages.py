@@ -19,6 +19,7 @@ from async_rl import tasks
 from async_rl._paths import Path
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
+from async_rl.recording._checkpoint import processes_of
 from async_rl.recording._run_folder import find_checkpoints
 from async_rl.rollout._mesh import Meshes
 from async_rl.rollout._prompts import PromptEncoder
@@ -125,9 +126,11 @@ class RunStage:
       CheckpointError: if its checkpoints are of another model, or none of them can be read.
     """
     folder = find_checkpoints(self.run_dir)
-    with contextlib.closing(self.open_checkpoints(folder, read_only=True)) as checkpoints:
+    abstract = abstract_policy(run)
+    opened = self.open_checkpoints(folder, read_only=True, processes=processes_of(abstract))
+    with contextlib.closing(opened) as checkpoints:
       try:
-        params = checkpoints.restore_params(abstract_policy(run))
+        params = checkpoints.restore_params(abstract)
       except CheckpointError as error:
         raise CheckpointError(f"cannot start from init_from={self.run_dir!r}: {error}") from error
       for damage in checkpoints.skipped.values():
@@ -153,7 +156,8 @@ def restore_or_make(
   Raises:
     CheckpointError: if those in the folder have another fingerprint or shape; the message names the difference.
   """
-  with contextlib.closing(Checkpointer(folder, keep=1, fingerprint=fingerprint)) as checkpoints:
+  opened = Checkpointer(folder, keep=1, fingerprint=fingerprint, processes=processes_of(abstract))
+  with contextlib.closing(opened) as checkpoints:
     if checkpoints.latest_step is not None:
       return checkpoints.restore_params(abstract)
     params = make()

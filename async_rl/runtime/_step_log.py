@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from async_rl.rollout._completion_arrays import drawn_tokens
 from async_rl.rollout._completion_arrays import failed_tokens
 from async_rl.rollout._ledger import Ledger
 from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._roles import Roles
 from async_rl.types import Group
 
 #: The run ends when this many steps in a row were skipped.
@@ -33,6 +35,7 @@ class StepLog:
 
   Args:
     hosts: the processes of the run; the ledger of each closes the tokens that it sampled.
+    roles: their roles; those that do not learn are told the learner's metrics.
     writer: the writer of metrics.
     progress: the display of progress.
     ledger: the ledger of every token drawn in this process.
@@ -43,6 +46,7 @@ class StepLog:
   def __init__(
     self,
     hosts: Hosts,
+    roles: Roles,
     writer: MetricsWriter | NoMetricsWriter,
     progress: Progress,
     ledger: Ledger,
@@ -50,6 +54,7 @@ class StepLog:
     checkpoints: Checkpointer,
   ):
     self._hosts = hosts
+    self._roles = roles
     self._writer = writer
     self._progress = progress
     self._ledger = ledger
@@ -60,8 +65,8 @@ class StepLog:
 
   def push(self, step: int, groups: Sequence[Group], *metrics: Mapping[str, Any]) -> None:
     """Queues the metrics of `step`, which trained `groups`, and writes those of the step before."""
-    count = self._hosts.count
-    by_process = [[group for group in groups if group.request.ticket % count == i] for i in range(count)]
+    processes = range(self._hosts.count)
+    by_process = [[g for g in groups if self._roles.sampler_of(g.request.ticket) == i] for i in processes]
     counts = {
       "ledger/drawn": np.array([sum(map(drawn_tokens, share)) for share in by_process]),
       "ledger/failed": np.array([sum(map(failed_tokens, share)) for share in by_process]),
@@ -82,6 +87,9 @@ class StepLog:
     if finished is None:
       return
     step, values = finished
+    if self._roles.apart:
+      numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+      values |= json.loads(self._hosts.gather(json.dumps(numbers).encode())[0])
     drawn = values.pop("ledger/drawn")
     failed = values.pop("ledger/failed")
     self._close_tokens(drawn, failed, int(values["tokens/trained"]))

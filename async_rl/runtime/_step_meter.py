@@ -21,6 +21,7 @@ from async_rl.rollout._actor import Actor
 from async_rl.rollout._buffer import RolloutBuffer
 from async_rl.rollout._weight_store import WeightStore
 from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._roles import Roles
 from async_rl.types import Group
 
 #: The host metrics of a step: what each one is. Times are seconds of the interval from the learner's start on the
@@ -65,9 +66,11 @@ SUMMED = (
   "groups/failed",
   "tools/failures",
 )
-#: The metrics of which the mean over the processes is written.
+#: The metrics of which the mean over the processes that sample is written.
 AVERAGED = (
   "time/generation",
+  "time/weight_push",
+  "bytes/weight_push",
   "idle/generator",
   "sampler/occupancy",
   "selection/length_sampled",
@@ -178,15 +181,15 @@ class StepMeter:
     }
 
 
-def combine(hosts: Hosts, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def combine(hosts: Hosts, roles: Roles, metrics: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the metrics of a step of all processes together; see `SUMMED` and `AVERAGED`."""
   combined = dict(metrics)
   if hosts.count > 1:
     names = [name for name in (*SUMMED, *AVERAGED) if name in metrics]
     own = np.array([float(metrics[name]) for name in names])
-    totals = np.sum([np.frombuffer(row) for row in hosts.gather(own.tobytes())], axis=0)
-    for name, total in zip(names, totals.tolist(), strict=True):
-      combined[name] = total if name in SUMMED else total / hosts.count
+    rows = np.array([np.frombuffer(row) for row in hosts.gather(own.tobytes())])
+    sums, means = rows.sum(axis=0).tolist(), rows[list(roles.samplers)].mean(axis=0).tolist()
+    combined |= {n: total if n in SUMMED else mean for n, total, mean in zip(names, sums, means, strict=True)}
   return combined
 
 

@@ -153,7 +153,8 @@ class SamplerFactory(Protocol):
       config: the sizes and the sampling distribution.
       stop_ids: the tokens that end a sample; a stop token is kept as the last token of its completion.
       pad_id: the id used to fill unused positions.
-      mesh: the devices, all of this process; `None` uses the first device.
+      mesh: the devices, all of this process; `None` uses the first device. A process that only learns makes one, too,
+        on devices of another process: it is asked for its shardings, given weights without data, and draws nothing.
     """
 
 

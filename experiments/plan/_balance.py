@@ -75,7 +75,7 @@ def _times(plan: Plan) -> tuple[float, float, float, float] | None:
   options, layers = plan.request.options, plan.layers
   rows = max(1, min(options["prefill_tokens"] // options["max_prompt_tokens"], options["slots"] // options["samples"]))
   rows = math.ceil(rows / plan.meshes["generation"]["data"]) * plan.meshes["generation"]["data"]
-  prompts = options["groups"] / plan.hosts
+  prompts = options["groups"] / (plan.samplers or plan.hosts)
   prefill = prompts / rows * (seconds["prefill"] + layers * seconds["put"])
   return seconds["step"] + seconds["stage"], seconds["decode"] / options["decode_chunk"], prefill, seconds["gather"]
 
@@ -84,8 +84,9 @@ def _pace(plan: Plan, learner: float, decode: float, prefill: float, gather: flo
   options, length = plan.request.options, plan.request.completion_tokens
   slots = slots or options["slots"]
   batch = options["groups"] * options["samples"]
-  drawing = min(slots * OCCUPANCY, batch / plan.hosts * (1 + _lag_bound(options)))
-  generation = batch / plan.hosts * length / drawing * decode + prefill + gather
+  share = batch / (plan.samplers or plan.hosts)
+  drawing = min(slots * OCCUPANCY, share * (1 + _lag_bound(options)))
+  generation = share * length / drawing * decode + prefill + gather
   together = plan.colocated or options["mode"] != "async"
   step = learner + generation if together else max(learner, generation)
   limit = "learner" if learner >= generation else "generation"
@@ -99,9 +100,12 @@ def _lag_bound(options: dict[str, Any]) -> int:
 
 
 def best_split(plan: Plan) -> Split | None:
-  """Returns the split that trains most tokens per second of those that fit; `None` if a program is missing."""
+  """Returns the split of every host that trains most tokens per second of those that fit.
+
+  `None` if a program is missing, or the plan has hosts that only learn, from which no other split can be estimated.
+  """
   times = _times(plan)
-  if times is None or plan.colocated:
+  if times is None or plan.colocated or plan.samplers:
     return None
   splits = (_estimate(plan, times, candidate) for candidate in _candidates(plan))
   fitting = [split for split in splits if max(split.learner_bytes, split.generation_bytes) <= plan.hbm]

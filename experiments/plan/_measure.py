@@ -163,7 +163,8 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
       for side, kinds in trace.resident.items()
     },
     meshes={side: dict(mesh.shape) for side, mesh in sides.items()},
-    hosts=len({d.process_index for d in trace.meshes.learner.devices.flat}),
+    hosts=len({d.process_index for d in target.devices()}),
+    samplers=len(trace.meshes.samplers),
     colocated=trace.meshes.colocated,
     cache_reads=cache_reads(request, experiment, trace),
     layers=experiment.policy.config.num_layers,

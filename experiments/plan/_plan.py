@@ -48,12 +48,13 @@ class Plan:
     compiled: the numbers of layers that were compiled, if these are others; figures are then extrapolated.
     parameters: the number of parameters of the model.
     meshes: the sizes of the axes of the mesh of each side.
-    hosts: the number of hosts that learn.
+    hosts: the number of hosts.
     colocated: whether both sides share their devices.
     resident: for each side, the bytes that a chip holds all the time, by kind; padding aside.
     cache_reads: the bytes of the cache that a decode step reads on a TPU chip, by backend of attention, the one that
       the run uses first.
     programs: the programs.
+    samplers: the number of hosts that only generate, while the others only learn; 0 if all do both.
   """
 
   request: Request
@@ -66,6 +67,7 @@ class Plan:
   resident: dict[str, dict[str, float]]
   cache_reads: dict[str, float]
   programs: list[Program]
+  samplers: int = 0
 
   @property
   def hbm(self) -> float:
@@ -154,6 +156,7 @@ def _assemble(request: Request, head: dict[str, Any], found: list[dict[str, Any]
     head["resident"],
     head["cache_reads"],
     [],
+    head["samplers"],
   )
   decoding = [results.get("decode", {}) for results in found]
   if all("costs" in x for x in decoding):

@@ -52,7 +52,8 @@ def _head(plan: Plan) -> Iterator[str]:
   )
   for side, mesh in plan.meshes.items():
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-    yield f"  {side:10} {axes}{'' if side == 'learner' else ' of each host'}{', shared' if plan.colocated else ''}"
+    place = f" of each of the {plan.samplers} hosts that only generate" if plan.samplers else " of each host"
+    yield f"  {side:10} {axes}{'' if side == 'learner' else place}{', shared' if plan.colocated else ''}"
   yield (
     f"  a chip: {plan.hbm / GIB:.2f} GiB, {chip.flops / 1e12:.0f} TFLOP/s in bfloat16, "
     f"{chip.bandwidth / 1e9:.0f} GB/s, {chip.link / 1e9:.0f} GB/s to its neighbors"
@@ -154,6 +155,8 @@ def _balance(plan: Plan) -> Iterator[str]:
     yield f"  the learner is the limit: samples wait for it, and their lag grows to the bound, {bound}"
   else:
     yield f"  generation is the limit: the learner waits {1 - pace.learner / pace.step:.0%} of the time"
+  if plan.samplers:
+    return
   split = best_split(plan)
   if split is None:
     yield "  no split of these devices fits, as far as can be estimated"

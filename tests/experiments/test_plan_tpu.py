@@ -52,5 +52,5 @@ def test_a_plan_tells_what_a_decode_step_reads_of_the_cache_with_each_backend(mo
 
 
 def test_splits_of_several_slices_are_refused_with_the_one_that_works(capsys):
-  assert command.main(["quickstart", "--topology", "v6e:2x2", "--slices", "2"]) == 2
+  assert command.main(["quickstart", "--topology", "v6e:2x2", "--slices", "2", "--generation-devices", "2"]) == 2
   assert "generation_devices=0, by which all chips do both" in capsys.readouterr().err

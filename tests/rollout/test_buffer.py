@@ -353,8 +353,8 @@ def test_waiting_takes_nothing():
 
 
 def test_misuse_is_refused():
-  with pytest.raises(ValueError, match=r"\*groups_per_step\* must be at least 1, got groups_per_step=0"):
-    RolloutBuffer(0, 1)
+  with pytest.raises(ValueError, match=r"\*groups_per_step\* must be at least 0, got groups_per_step=-1"):
+    RolloutBuffer(-1, 1)
   with pytest.raises(ValueError, match=r"\*max_lag\* must be at least 0, got max_lag=-1"):
     RolloutBuffer(1, -1)
   with pytest.raises(ValueError, match="give 3 groups, which cannot fill one step of groups=4; raise epochs"):
@@ -369,3 +369,16 @@ def test_misuse_is_refused():
     buffer.add_group(make_group(0, (NO_VERSION,)))
   with pytest.raises(ValueError, match=r"take_batch\(1\) out of turn"):
     buffer.take_batch(1)
+
+
+def test_the_buffer_of_a_process_that_samples_nothing_has_every_batch_at_once():
+  buffer = RolloutBuffer(groups_per_step=0, max_lag=1, steps=2, limit=8)
+  for version in range(2):
+    assert buffer.try_submit(version) is None
+    assert buffer.take_batch(version, timeout=0) == []
+  other = RolloutBuffer(groups_per_step=0, max_lag=1, steps=4, limit=8)
+  sampler = RolloutBuffer(groups_per_step=4, max_lag=1, steps=4, limit=8)
+  assert other.redeal([buffer.state(), sampler.state()]) == 0
+  buffer.close()
+  with pytest.raises(Closed):
+    buffer.take_batch(2)

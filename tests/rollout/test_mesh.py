@@ -1,5 +1,6 @@
 """The split of the devices, for one process and, on stand-in devices, for several."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -129,11 +130,72 @@ def test_the_chips_that_learn_are_those_that_the_compiler_accepts(chips, generat
   ("chips", "generation", "message"),
   [
     (slice_of("v6 lite", 4, 4), 3, "generation_devices=3 of 4 on each of 4 hosts .* is generation_devices=2"),
-    (slice_of("v6 lite", 8, 8), None, "generation_devices=2 of 4 on each of 16 hosts .* is generation_devices=1"),
-    (slice_of("v5 lite", 4, 8), None, "generation_devices=2 of 4 .* generation_devices=0, by which all chips do both"),
+    (slice_of("v6 lite", 8, 8), 2, "generation_devices=2 of 4 on each of 16 hosts .* is generation_devices=1"),
+    (slice_of("v5 lite", 4, 8), 2, "generation_devices=2 of 4 .* generation_devices=0, by which all chips do both"),
     (slices_of("v6 lite", 4, 4), 2, "generation_devices=2 of 4 on each of 8 .* generation_devices=0, by which all"),
   ],
 )
 def test_chips_that_no_compiler_accepts_are_refused_with_the_nearest_that_work(chips, generation, message):
   with pytest.raises(ValueError, match=message):
     split_devices(chips, generation, 0)
+
+
+@pytest.mark.parametrize(
+  ("chips", "process", "learning", "sampling"),
+  [
+    (slice_of("v6 lite", 4, 4), 0, [1, 2, 5, 6, 9, 10, 13, 14], [0, 4]),  # columns of every host
+    (slice_of("v6 lite", 8, 8), 0, list(range(32)), [32, 33, 40, 41]),  # hosts: the first one only learns
+    (slice_of("v6 lite", 8, 8), 15, list(range(32)), [54, 55, 62, 63]),
+    (slice_of("v5 lite", 4, 8), 0, list(range(32)), [0, 1, 4, 5]),  # colocated
+    (slices_of("v6 lite", 4, 4), 0, list(range(32)), [0, 1, 4, 5]),
+  ],
+)
+def test_the_split_has_the_first_shape_that_the_compiler_accepts(chips, process, learning, sampling):
+  found = split_devices(chips, None, process)
+  assert [sorted(chip.id for chip in role) for role in found] == [sampling, learning]
+
+
+def test_the_last_hosts_sample_and_the_others_learn():
+  devices = [SimpleNamespace(process_index=i // 2, id=i, platform="gpu") for i in range(8)]
+  for process, expected in enumerate([[4, 5], [4, 5], [4, 5], [6, 7]]):
+    sampling, learning = split_devices(devices, None, process, 2)
+    assert [d.id for d in sampling] == expected
+    assert [d.id for d in learning] == [0, 1, 2, 3]
+  assert [d.id for d in split_devices(devices, None, 3, 0)[0]] == [7]
+  with pytest.raises(
+    ValueError, match="must leave a host to learn, got generation_hosts=4 of 4; with 0 every host does"
+  ):
+    split_devices(devices, None, 0, 4)
+
+
+@pytest.mark.parametrize(
+  ("chips", "hosts", "nearest"),
+  [
+    (slice_of("v5 lite", 4, 8), 4, 0),
+    (slice_of("v6 lite", 8, 8), 4, 8),
+    (slices_of("v6 lite", 4, 4), 4, 0),
+  ],
+)
+def test_hosts_whose_chips_no_compiler_accepts_are_refused_with_the_nearest_that_work(chips, hosts, nearest):
+  with pytest.raises(ValueError, match=f"got generation_hosts={hosts} of .* that works is generation_hosts={nearest}"):
+    split_devices(chips, None, 0, hosts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """A stand-in that a mesh takes."""
+
+  process_index: int
+  id: int
+  platform: str = "gpu"
+
+
+def test_meshes_of_hosts_that_only_learn():
+  """Their generation mesh is that of the first host that samples."""
+  chips = [Device(i // 2, i) for i in range(8)]
+  meshes = make_meshes(hosts=1, fsdp=3, devices=chips)
+  assert ids(meshes.generation) == [6, 7]
+  assert dict(meshes.learner.shape) == {"data": 2, "fsdp": 3, "tensor": 1}
+  assert (meshes.samplers, meshes.colocated) == ((3,), False)
+  assert meshes.describe() == "1 host samples on 2 devices, and 6 devices of the others learn, side by side"
+  assert make_meshes(devices=jax.devices()).samplers == ()

@@ -1,11 +1,14 @@
 """One process of several that make one run: `python hosts_program.py SCENARIO PROCESS COUNT PORT FOLDER`.
 
-`runs` joins the other processes and makes one run after another. `signal` is the command line of training, in which
-process 1 is asked to end by SIGTERM; `kill` is the same command again, in which process 1 is killed. `kill first` asks
-for more steps, and process 0 is killed.
+`runs` joins the other processes and makes one run after another; `all apart` likewise, where half of the processes
+learn and the others sample. `signal` is the command line of training, in which process 1 is asked to end by SIGTERM;
+`kill` is the same command again, in which process 1 is killed. `kill first` asks for more steps, and process 0 is
+killed. In `signal apart` and `kill apart` process 0 learns and process 1 samples.
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -24,6 +27,7 @@ from jax._src import compiler
 from tiny import DigitSums
 from tiny import tiny
 
+from async_rl import models
 from async_rl import runtime
 from async_rl import sampling
 from async_rl.runtime import _session
@@ -45,6 +49,19 @@ RUNS = {
   "colocated": dict(mode="async", generation_devices=0, **SIZES),
   "stages": dict(mode="sync", fsdp=2, reference=True, eval_prompts=5, eval_temperature=None, steps=2),
 }
+
+#: Those of the scenario `all apart`, in which half of the processes learn and the others sample. The last one is also
+#: made in `runs`, under the name `apart`.
+APART = {
+  "whole": RUNS["whole"],
+  "async": RUNS["async"],
+  "replay": RUNS["replay"],
+  "stages": RUNS["stages"],
+  "adapters": dict(mode="sync", fsdp=2, checkpoint_every=1, steps=2),
+  "killed": RUNS["killed"],
+}
+#: The steps after which runs are killed, to be resumed at once.
+KILLED_AT = {"killed": 2, "apart": 2, "adapters": 1}
 
 
 def start(scenario, folder, count=2, devices=2):
@@ -102,15 +119,26 @@ def local_checksum(params):
   digest = hashlib.sha256()
   for leaf in jax.tree.leaves(params):
     copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
-    assert len(copies) == 1 or not leaf.is_fully_replicated
+    assert len(copies) <= 1 or not leaf.is_fully_replicated
     for copy in sorted(copies):
       digest.update(copy)
   return digest.hexdigest()
 
 
+def whole(x):
+  """Returns an array of which every process has all parts as one on the host."""
+  found = np.zeros(x.shape, x.dtype)
+  for shard in x.addressable_shards:
+    found[shard.index] = shard.data
+  return found
+
+
 @contextlib.contextmanager
 def observed(steps, weights):
-  """Notes what this process sees of every step in here, and the checksums of its sampler's weights by version."""
+  """Notes what this process sees of every step in here, and the checksums of its sampler's weights by version.
+
+  A process that only learns notes the checksums of what the others' samplers should hold.
+  """
   learn = _session.Session.step
 
   def step(self, groups):
@@ -119,6 +147,9 @@ def observed(steps, weights):
     learn(self, groups)
     steps.append({"version": self.version, "checksum": local_checksum(self.state.params), **seen})
     weights.update(self._ledger.weights())
+    if self._roles.apart and self._roles.learns:
+      prepared = jax.jit(functools.partial(sampling.prepare_weights, self.experiment.policy))(self.state.params)
+      weights[self.version] = sampling.checksum_weights(jax.tree.map(whole, prepared))
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(_session.Session, "step", step)
@@ -150,13 +181,14 @@ def refusal(experiment, hosts):
   return [str(error.value), error.value.status]
 
 
-def make_runs(devices, folder):
-  """Makes the runs and writes what this process saw of them."""
+def make_runs(devices, folder, runs, apart):
+  """Makes the runs, and those `apart`, and writes what this process saw of them."""
   results = {"weights": {}}
   task = DigitSums(numbers=2, train=64, test=8, data_dir=str(folder / "data"))
   sharing.share_programs(pytest.MonkeyPatch())
   with runtime.join_hosts(devices) as hosts:
-    for name, options in RUNS.items():
+    half = {"generation_hosts": hosts.count // 2}
+    for name, options in [*runs.items(), *((name, options | half) for name, options in apart.items())]:
       steps, weights = results[name], results["weights"][name] = [], {}
       if name == "replay":
         options = options | {"lag": str(folder / "async" / "schedule.jsonl")}
@@ -164,20 +196,29 @@ def make_runs(devices, folder):
       run_dir = os.environ.get(KILLED) if name == "killed" else None
       options = {"run_dir": run_dir or str(folder / name), "steps": STEPS, **options}
       experiment = tiny(task=task, start=start, **options)
+      if name == "adapters":
+        adapted = dataclasses.replace(experiment.policy, lora=models.LoRA(rank=2, alpha=4.0))
+        experiment = dataclasses.replace(experiment, policy=adapted)
       with observed(steps, weights), pytest.MonkeyPatch.context() as patch:
         if name != "async":
           sharing.leave_pictures_out(patch)
-        if name == "killed":
-          with runtime_helpers.killed_at(2):
+        if name in KILLED_AT:
+          with runtime_helpers.killed_at(KILLED_AT[name]):
             runtime.train(experiment, hosts)
         runtime.train(experiment, hosts)
-    steps = results["damaged"] = []
-    options = dict(run_dir=str(folder / "damaged"), steps=STEPS, **RUNS["replay"])
-    with observed(steps, {}), damaged_weights(2 if hosts.index == 1 else None):
-      steps.append(refusal(tiny(task=task, **options), hosts))
-    refused = tiny(run_dir=str(folder / "refused"), max_lag=2 + hosts.index, groups=4 * (1 + hosts.index))
-    results["refused"] = refusal(refused, hosts)
+    if runs:
+      make_refused_runs(hosts, folder, task, results)
   (folder / f"results_{devices.process_id}.json").write_text(json.dumps(results))
+
+
+def make_refused_runs(hosts, folder, task, results):
+  """Makes runs that end with an error, and notes how."""
+  steps = results["damaged"] = []
+  options = dict(run_dir=str(folder / "damaged"), steps=STEPS, **RUNS["replay"])
+  with observed(steps, {}), damaged_weights(2 if hosts.index == 1 else None):
+    steps.append(refusal(tiny(task=task, **options), hosts))
+  refused = tiny(run_dir=str(folder / "refused"), max_lag=2 + hosts.index, groups=4 * (1 + hosts.index))
+  results["refused"] = refusal(refused, hosts)
 
 
 def signal_in_step(process, number, version):
@@ -197,16 +238,22 @@ def main(scenario, process, count, port, folder):
   folder = pathlib.Path(folder)
   cache_from_every_process()
   if scenario == "runs":
-    return make_runs(runtime.Devices(**given), folder)
-  if scenario == "kill":
+    return make_runs(runtime.Devices(**given), folder, RUNS, {"apart": APART["killed"]})
+  if scenario == "all apart":
+    return make_runs(runtime.Devices(**given), folder, {}, APART)
+  apart = scenario.endswith(" apart")
+  command = scenario.removesuffix(" apart")
+  if command == "kill":
     _watch.LOST_SECONDS = 6.0
   steps, receiver, number, version = {
     "signal": (8, 1, signal.SIGTERM, 2),
     "kill": (8, 1, signal.SIGKILL, 5),
     "kill first": (12, 0, signal.SIGKILL, 10),
-  }[scenario]
+  }[command]
   signal_in_step(receiver, number, version)
   options = dict(run_dir=folder / "command", steps=steps, mode="async", checkpoint_every=1, **SIZES, **given)
+  if apart:
+    options["generation_hosts"] = 1
   config = str(HERE.parent / "tiny.py")
   words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
   runtime.leave(train.main([config, *words]))

@@ -115,15 +115,35 @@ def test_a_simulated_run_is_the_same_bit_for_bit(results, folder, killed, name, 
     assert row["grad/norm"] == expected["grad/norm"]
 
 
-def test_the_run_is_that_of_one_process_up_to_rounding(results, folder, tmp_path):
-  summary = runtime.train(tiny(run_dir=str(tmp_path / "one"), steps=STEPS, **RUNS["whole"]))
+def test_one_process_learns_and_the_other_samples_with_its_weights(results):
+  """Killed and resumed, too."""
+  learner, sampler = (result["apart"] for result in results)
+  assert [step["version"] for step in learner] == [1, 2, 3, 4]
+  assert [step["tickets"] for step in learner] == [step["tickets"] for step in sampler]
+  assert max(step["lag"] for step in learner) <= RUNS["killed"]["max_lag"]
+  sent, drawn_with = (result["weights"]["apart"] for result in results)
+  assert list(sent) == ["1", "2", "3", "4"]
+  assert list(drawn_with) == ["0", "1", "2"]
+  assert [drawn_with[version] for version in ("1", "2")] == [sent[version] for version in ("1", "2")]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+  """The metrics of the run `whole` of one process."""
+  run_dir = tmp_path_factory.mktemp("runs") / "one"
+  summary = runtime.train(tiny(run_dir=str(run_dir), steps=STEPS, **RUNS["whole"]))
+  return list(recording.read_metrics(summary.folder.metrics))
+
+
+@pytest.mark.parametrize("name", ["whole", "apart"])
+def test_the_run_is_that_of_one_process_up_to_rounding(results, folder, of_one_process, name):
   names = {"step", "loss", "grad/norm", "reward/mean", "tokens/trained", "staleness/max"}
   names |= {"eval/accuracy", "eval/interval", "eval/length", "groups/failed", "queue/complete"}
   compared = set()
-  for row, expected in zip(metrics(folder, "whole"), recording.read_metrics(summary.folder.metrics), strict=True):
-    for name in names & set(expected):
-      compared.add(name)
-      np.testing.assert_allclose(row[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+  for row, expected in zip(metrics(folder, name), of_one_process, strict=True):
+    for metric in names & set(expected):
+      compared.add(metric)
+      np.testing.assert_allclose(row[metric], expected[metric], rtol=1e-4, atol=1e-6, err_msg=metric)
   assert compared == names
 
 

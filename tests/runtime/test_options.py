@@ -31,6 +31,8 @@ from async_rl import runtime
     (dict(lag="hevy"), "lag='hevy', which is no file"),
     (dict(lag="fixd", mode="async"), "lag='fixd', which is no file"),
     (dict(generation_devices=-1), "generation_devices=-1"),
+    (dict(generation_hosts=-1), "generation_hosts=-1"),
+    (dict(generation_hosts=1, generation_devices=2), "generation_hosts=1 and generation_devices=2; give one of them"),
     (dict(generation_tensor=0), "generation_tensor=0"),
     (dict(rows=0), "rows=0"),
     (dict(reward_workers=-1), "reward_workers=-1"),

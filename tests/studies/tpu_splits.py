@@ -2,13 +2,13 @@
 
 Command: python tests/studies/tpu_splits.py    (needs the package libtpu, and no TPU)
 Hardware and time: one CPU core, 3 minutes.
-Result: a line per topology and number of generation chips of a host, "learns and generates" or "refused"; the exit
-status is 1 if the compiler refuses a split that `make_meshes` does not, or aborts on it.
+Result: a line per topology and number of generation chips of a host, and of hosts that only generate, "learns and
+generates" or "refused"; the exit status is 1 if the compiler refuses a split that `make_meshes` does not, or aborts on
+it.
 
-For each slice, and for each number of generation chips of a host, the learners of the split exchange an array along
-both axes of a mesh, and so do the generation chips of the first and of the last host. The compiler may abort, so that
-every topology is compiled in a process of its own. A topology with "one host" has all of its chips on one, as the
-machines with eight v5e or v6e chips have.
+For each split of a slice the learners exchange an array along both axes of a mesh, and so do the generation chips of
+the first and of the last host. The compiler may abort, so that every topology is compiled in a process of its own. A
+topology with "one host" has all of its chips on one, as the machines with eight v5e or v6e chips have.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ def compile_splits(topology: str) -> Iterator[tuple[str, str]]:
   bounds = {"chips_per_host_bounds": (*map(int, name.partition(":")[2].split("x")), 1)} if one_host else {}
   chips = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds).devices
   hosts = {chip.process_index for chip in chips}
-  for count in range(1, len(chips) // len(hosts)):
-    split = f"{topology}, {len(hosts)} hosts, {count} of {len(chips) // len(hosts)} generate"
+  size = len(chips) // len(hosts)
+  splits = [(f"{count} of {size} chips of every host generate", count, None) for count in range(1, size)]
+  splits += [(f"{count} hosts generate", None, count) for count in range(1, len(hosts))]
+  for label, generation, sampling_hosts in splits:
+    split = f"{topology}, {len(hosts)} hosts, {label}"
     yield split, "…"
     try:
-      generating = [split_devices(chips, count, host)[0] for host in (min(hosts), max(hosts))]
-      learning = split_devices(chips, count, 0)[1]
+      generating = [split_devices(chips, generation, host, sampling_hosts)[0] for host in (min(hosts), max(hosts))]
+      learning = split_devices(chips, generation, 0, sampling_hosts)[1]
     except ValueError:
       yield split, "refused"
       continue
