@@ -1,8 +1,9 @@
 """The chips of a TPU slice that can learn together while the others generate, by their coordinates.
 
-The learner is one program over some chips of every host. The chips of v4 and v5p form three-dimensional tori, and their
-compiler takes any set of them. Those of v5e and v6e lie in a plane, where it refuses many sets, such as all even rows.
-The sets below are accepted by libtpu 0.0.52 for slices of 1 to 16 hosts: `tests/studies/tpu_splits.py` compiles them.
+The learner is one program over some chips of every host, or over all chips of some hosts. The chips of v4 and v5p form
+three-dimensional tori, and their compiler takes any set of them. Those of v5e and v6e lie in a plane, where it refuses
+many sets, such as all even rows. The sets below are accepted by libtpu 0.0.42 for slices of 1 to 16 hosts:
+`tests/studies/tpu_splits.py` compiles them.
 """
 
 from __future__ import annotations
