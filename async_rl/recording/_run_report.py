@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pathlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,9 +75,12 @@ def compare_runs(folders: Sequence[str | Path], output: str | Path) -> Path:
     title = f"{panel.title}: {label}" if len(panel.metrics) > 1 else panel.title
     panels.append((panel._replace(title=title), [make_curve(name, metric, rows) for name, rows in runs.items()]))
   figure = draw(panels)
-  handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
+  # Not `get_legend_handles_labels`, which leaves out names that begin with an underscore.
+  handles = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
   shown = [name for name in runs if name in handles]
-  figure.legend([handles[name] for name in shown], shown, loc="outside upper center", ncols=4, frameon=False)
+  legend = figure.legend([handles[name] for name in shown], shown, loc="outside upper center", ncols=4, frameon=False)
+  for text in legend.get_texts():
+    text.set_parse_math(False)  # a $ in a name is a $
   return _save(figure, as_path(output, "output"))
 
 
@@ -150,7 +154,7 @@ def _read_run(path: Path) -> Rows:
 
 def _write_picture(title: str, rows: Rows, output: Path) -> Path:
   figure = draw([(panel, make_curves(panel, rows)) for panel in PANELS])
-  figure.suptitle(title if rows else f"{title}: no metrics yet", fontweight="bold")
+  figure.suptitle(title if rows else f"{title}: no metrics yet", fontweight="bold", parse_math=False)
   for axes in figure.axes:
     _, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
@@ -168,11 +172,13 @@ def _write_picture(title: str, rows: Rows, output: Path) -> Path:
 
 
 def _save(figure: Any, output: Path) -> Path:
-  """Writes a picture and returns its path."""
-  if isinstance(output, pathlib.Path):
-    figure.savefig(output)
-  else:
-    content = io.BytesIO()
-    figure.savefig(content, format=output.suffix.removeprefix(".") or None)
-    output.write_bytes(content.getvalue())
+  """Writes a picture and returns its path; characters of a run's name that the font lacks become boxes."""
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Glyph .* missing from")
+    if isinstance(output, pathlib.Path):
+      figure.savefig(output)
+    else:
+      content = io.BytesIO()
+      figure.savefig(content, format=output.suffix.removeprefix(".") or None)
+      output.write_bytes(content.getvalue())
   return output

@@ -204,3 +204,16 @@ def test_runs_that_cannot_be_drawn_are_one_sentence(tmp_path, capsys, monkeypatc
 def test_matplotlib_is_imported_only_to_draw():
   code = "import sys, async_rl.runtime; assert 'matplotlib' not in sys.modules and 'tensorboardX' not in sys.modules"
   subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_that_the_plots_would_read_otherwise_stand_as_they_are(tmp_path, monkeypatch):
+  """Matplotlib sets $...$ as a formula, and hides labels that begin with an underscore; a font lacks most letters."""
+  names = ["a$_$b", "_draft", "日本"]
+  for seed, name in enumerate(names):
+    make_run(tmp_path / name, steps=2, seed=seed)
+    recording.report_run(tmp_path / name)
+  figures, save = [], _run_report._save
+  monkeypatch.setattr(_run_report, "_save", lambda figure, output: figures.append(figure) or save(figure, output))
+  recording.compare_runs([tmp_path / name for name in names], tmp_path / "both.png")
+  (legend,) = figures[0].legends
+  assert [text.get_text() for text in legend.get_texts()] == names
