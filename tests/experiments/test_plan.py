@@ -1,5 +1,6 @@
 """The command that plans a run: its text, its JSON, its errors, and what it says of a run that does not fit."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from experiments.plan import _balance
 from experiments.plan import _measure
 from experiments.plan import _measure_all
 from experiments.plan import _plan
+from experiments.plan import _plan_report
 from experiments.plan import _request
 from experiments.plan import _summary
 from experiments.plan import table
@@ -221,3 +223,15 @@ def test_a_request_survives_the_way_to_a_child():
   assert _request.Request.from_json(made.to_json()) == made
   assert made.target == parse_topology("v5e:4x4", 2)
   assert (made.prompt_tokens, made.completion_tokens) == (160, 128)
+
+
+def test_hosts_that_only_generate_share_the_batch_among_themselves():
+  all_do_both = plan_of(step=1.0, decode=0.01, hosts=4)
+  half_generates = dataclasses.replace(all_do_both, samplers=2)
+  pace, expected = _balance.find_pace(half_generates), _balance.find_pace(all_do_both)
+  assert pace.generation == pytest.approx(2 * expected.generation)
+  assert pace.learner == expected.learner
+  assert _balance.best_split(half_generates) is None
+  text = _plan_report.to_text(half_generates)
+  assert "data 2 x fsdp 1 x tensor 1 of each of the 2 hosts that only generate" in text
+  assert text.splitlines()[-1].startswith("  generation is the limit")
