@@ -53,6 +53,8 @@ class Knobs(NamedTuple):
       are trained on: the last step times b1 + b1² + … + b1^lag. Only the drift that future gradients make is then left
       to correct.
     average: the decay of the moving average of weights that draws; 0 draws from the weights themselves.
+    centering: the index into `CENTERINGS`.
+    lag_power: the power of `stabilizers.scale_by_lag`.
   """
 
   seed: int | Array = 0
@@ -71,6 +73,8 @@ class Knobs(NamedTuple):
   token_anchor: float | Array = 0.0
   ahead: float | Array = 0.0
   average: float | Array = 0.0
+  centering: int | Array = 0
+  lag_power: float | Array = 0.0
 
 
 def stack(knobs: Sequence[Knobs], updates: int) -> Knobs:
@@ -101,28 +105,6 @@ def _tempered_is(
   return losses.reinforce(logprobs, behavior, weights[:, None] * advantages, mask)
 
 
-def _dppo(
-  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, bound: float = 0.2, cap: float = 20.0
-) -> losses.PolicyLoss:
-  """Masks a token that has moved too far the way A pushes it: DPPO by total variation (arXiv 2602.04879)."""
-  current = jax.lax.stop_gradient(logprobs)
-  weights = losses.clamped_exp(jnp.minimum(losses.log_ratios(current, behavior, mask), jnp.log(cap)))
-  moved = jnp.exp(current) - jnp.exp(behavior)
-  kept = jnp.where(advantages > 0, moved <= bound, moved >= -bound)
-  return losses.reinforce(logprobs, behavior, weights * kept * advantages, mask)
-
-
-def _sapo(
-  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, positive: float = 1.0, negative: float = 1.05
-) -> losses.PolicyLoss:
-  """Weights a token by the gradient of a soft gate of its ratio, instead of a clip: SAPO (arXiv 2511.20347)."""
-  ratios = losses.clamped_exp(losses.log_ratios(jax.lax.stop_gradient(logprobs), behavior, mask))
-  sharpness = jnp.where(advantages > 0, positive, negative)
-  gate = jax.nn.sigmoid(sharpness * (ratios - 1.0))
-  weights = 4.0 * gate * (1.0 - gate) * ratios  # d/dlog p of sigmoid(tau (r - 1)) * 4 / tau
-  return losses.reinforce(logprobs, behavior, weights * advantages, mask)
-
-
 #: Losses as objectives take them. There is one update per batch, so that of the weights of `decoupled_ppo`, whose
 #: proximal policy is the one at the batch's start, only the behavior weight remains.
 LOSSES: dict[str, losses.PolicyLossFn] = {
@@ -142,22 +124,28 @@ LOSSES: dict[str, losses.PolicyLossFn] = {
   "sequence_ppo": functools.partial(losses.proximal_rloo, low=0.5, high=1.0),
   "prefix_tis": _prefix_tis,
   "tempered_is": _tempered_is,
-  "dppo": _dppo,
-  "sapo": _sapo,
+  # Of later papers.
+  "dppo": losses.dppo,
+  "sapo": losses.sapo,
+  "vespo": losses.vespo,
+  "sat": losses.sat,
+  "log_squared": losses.log_squared,
+  "m2po_signed": functools.partial(losses.m2po, signed=True),
 }
-
-
-def _maxrl(rewards: Array, groups: Array, num_groups: int) -> Array:
-  """Returns the distance to the group's mean, over that mean: MaxRL (arXiv 2602.02710)."""
-  centered = losses.grpo_advantages(rewards, groups, num_groups, normalize_std=False)
-  return losses.divide_or_zero(centered, rewards - centered)
 
 
 BASELINES: dict[str, Callable[..., Array]] = {
   "mean": losses.ADVANTAGES["dr_grpo"],
   "opob": losses.opob_advantages,
   "importance_mean": losses.importance_mean_advantages,
-  "maxrl": _maxrl,
+  "maxrl": losses.maxrl_advantages,
+}
+
+#: What is added to a loss so that its score has mean 0 under the sampler, by the weight that the loss gives a ratio.
+CENTERINGS: dict[str, Callable[[Array], Array] | None] = {
+  "none": None,
+  "plain": jnp.ones_like,
+  "token_tis": lambda ratio: jnp.minimum(ratio, 2.0),
 }
 
 
@@ -175,6 +163,25 @@ def coefficients(loss: int | Array, logprobs: Array, advantages: Array, batch: l
     return jax.grad(mean_loss)(logprobs)
 
   return jnp.stack([one(fn) for fn in LOSSES.values()])[loss]
+
+
+def centering(
+  index: int | Array, log_p: Array, log_q: Array, advantages: Array, batch: learning.BatchQuantities
+) -> Array:
+  """Returns ∂(the same mean of `losses.score_centering`)/∂log_p under the centering with this index, [B, T, V]."""
+  objective = learning.Objective(losses.reinforce, losses.reinforce_advantages)
+
+  def one(weight):
+    if weight is None:
+      return jnp.zeros_like(log_p)
+
+    def mean_loss(log_p):
+      added = losses.score_centering(log_p, log_q, advantages, batch.mask, weight=weight)
+      return objective.mean(added, batch.mask)
+
+    return jax.grad(mean_loss)(log_p)
+
+  return jnp.stack([one(weight) for weight in CENTERINGS.values()])[index]
 
 
 def advantages(knobs: Knobs, batch: learning.BatchQuantities) -> Array:
@@ -222,6 +229,7 @@ def optimizer(knobs: Knobs) -> optax.GradientTransformationExtraArgs:
     optax.scale_by_learning_rate(lambda count: knobs.rate * jnp.minimum(1.0, (count + 1) / WARMUP)),
     stabilizers.scale_by_ess(knobs.ess_power),
     servo_by_ess(knobs.servo),
+    stabilizers.scale_by_lag(knobs.lag_power),
   )
   return stabilizers.control_alignment(inner, knobs.align_low, knobs.align_high)
 
@@ -347,6 +355,31 @@ TOKEN_WEIGHTS = {
   "DPPO": _method("dppo"),
   "SAPO": _method("sapo"),
   "PPO, MaxRL": _method("ppo", baseline=list(BASELINES).index("maxrl")),
+  "VESPO": _method("vespo"),
+  "SAT": _method("sat"),
+  "DPPO + log-squared": _method("log_squared"),
+  "M2PO, signed": _method("m2po_signed"),
+}
+
+CENTERED = {"centering": list(CENTERINGS).index("plain")}
+CENTERED_TIS = {"centering": list(CENTERINGS).index("token_tis")}
+
+#: Score centering, with and without weights.
+CENTERED_SCORES = {
+  "centered": _method("reinforce", CENTERED),
+  "centered token TIS": _method("token_tis", CENTERED_TIS),
+}
+
+#: Single ingredients of the best combination, and the rate of sync divided by the lag.
+INGREDIENTS = {
+  "no correction, momentum .97": _method("reinforce", b1=0.97),
+  "sequence PPO, rate / lag": _method("sequence_ppo", lag_power=1.0),
+}
+
+#: The same with exact norms.
+INGREDIENTS_EXACT = {
+  "no correction + OPOB, exact": _method("reinforce", OPOB),
+  "centered + OPOB, exact": _method("reinforce", OPOB, CENTERED),
 }
 
 #: Controls: a knob of the first method is measured and given to a run of the second, at the same lag, rate and seed.
@@ -361,7 +394,8 @@ CONTROLS = {
 RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS", "PPO", "ESS", "PPO + GAC")}
 
 #: The methods of the program with exact norms.
-EXACT_NORMS = SYNC_EXACT | THIRD | EXACT | MOMENTUM_EXACT
+EXACT_NORMS = SYNC_EXACT | THIRD | EXACT | MOMENTUM_EXACT | INGREDIENTS_EXACT
 
 METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | MOMENTUM | TOKEN_WEIGHTS | RAMPED | EXACT_NORMS
+METHODS |= CENTERED_SCORES | INGREDIENTS
 METHODS |= {name: row[3] for name, row in CONTROLS.items()}

@@ -21,6 +21,8 @@ from experiments.reproductions._lag_sweep_run import CURVES
 from experiments.reproductions._lag_sweep_run import MAX_LAG
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4)
+#: Probes at the end of a run whose mean is its accuracy: 50 updates.
+LAST = 5
 
 #: Gives the rate to use for (task, method, lag), chosen on earlier seeds.
 ChooseRate = Callable[[str, str, int], float]
@@ -37,6 +39,9 @@ GROUPS: dict[str, Collection[str]] = {
   "momentum": methods.MOMENTUM,
   "momentum_exact": methods.MOMENTUM_EXACT,
   "token_weights": methods.TOKEN_WEIGHTS,
+  "centered_scores": methods.CENTERED_SCORES,
+  "ingredients": methods.INGREDIENTS,
+  "ingredients_exact": methods.INGREDIENTS_EXACT,
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,
   "controls": methods.CONTROLS,
@@ -109,6 +114,15 @@ class Results:
     np.savez_compressed(part, **columns)  # type: ignore[arg-type]
     os.replace(part, file)
 
+  def best_rate(self, task: str, method: str, lag: int, seeds: Collection[int]) -> float | None:
+    """Returns the rate with the highest mean accuracy of a method's runs on other seeds than *seeds*; None without."""
+    found: dict[float, list[float]] = {}
+    for run, curves in self.curves.items():
+      if run[:3] == (task, method, lag) and run.seed not in seeds:
+        late = curves[CURVES.index("accuracy"), -LAST:]
+        found.setdefault(run.rate, []).append(float(np.mean(late, dtype=np.float32)))
+    return max(found, key=lambda rate: float(np.mean(found[rate]))) if found else None
+
   def mean(self, run: Run, curve: str) -> float | None:
     """Returns the mean of a curve over a whole run; None if the run was not made."""
     return float(np.mean(self.curves[run][CURVES.index(curve)], dtype=np.float32)) if run in self.curves else None
@@ -125,6 +139,7 @@ class Item:
     seeds: the seeds of each configuration.
     rates: the nominal learning rates; none for the one that *choose* gives.
     choose: the function that chooses a rate where none is given.
+    tried: whether to take the best rate of this sweep's own runs on other seeds, made before.
   """
 
   task: str
@@ -133,6 +148,7 @@ class Item:
   seeds: tuple[int, ...]
   rates: tuple[float, ...] = RATES
   choose: ChooseRate | None = None
+  tried: bool = False
 
   @property
   def exact(self) -> bool:
@@ -140,9 +156,14 @@ class Item:
     return self.names[0] in methods.EXACT_NORMS
 
   @property
+  def controls(self) -> bool:
+    """Whether there are controls among the methods."""
+    return any(name in methods.CONTROLS for name in self.names)
+
+  @property
   def depends(self) -> bool:
     """Whether other runs must have been made before."""
-    return any(name in methods.CONTROLS for name in self.names)
+    return self.tried or self.controls
 
   def runs(self, results: Results) -> dict[Run, methods.Knobs]:
     """Returns the runs still to be made with their knobs, without those whose measurement is missing."""
@@ -152,20 +173,23 @@ class Item:
     """Returns the number of runs that cannot be made before the ones that they are matched to."""
     return sum(values is None for _, values in self._missing(results))
 
-  def rates_of(self, name: str, lag: int) -> tuple[float, ...]:
+  def rates_of(self, name: str, lag: int, results: Results | None = None) -> tuple[float, ...]:
     """Returns the rates of a method at a lag; a control has that of the method it is matched to."""
     measured = methods.CONTROLS[name][0] if name in methods.CONTROLS else name
+    if self.tried:
+      rate = results and results.best_rate(self.task, measured, lag, self.seeds)
+      return (rate,) if rate else ()
     return (self.choose(self.task, measured, lag),) if self.choose else self.rates
 
   def _missing(self, results: Results) -> Iterator[tuple[Run, methods.Knobs | None]]:
     for lag, name in itertools.product(self.lags, self.names):
-      for rate, seed in itertools.product(self.rates_of(name, lag), self.seeds):
+      for rate, seed in itertools.product(self.rates_of(name, lag, results), self.seeds):
         run = Run(self.task, name, lag, rate, seed)
         if run not in results.curves:
           yield run, _knobs(run, results)
 
 
-FORM = "TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen]"
+FORM = "TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen|%tried]"
 
 
 def parse(text: str, choose: ChooseRate | None = None) -> Item:
@@ -185,7 +209,9 @@ def parse(text: str, choose: ChooseRate | None = None) -> Item:
   """
   rate = r"\d*\.?\d+(?:e-?\d+)?"
   seeds = r"\d+|\d+-\d+"
-  match = re.fullmatch(rf"(\w+)/([^:@%]+)(?::(\d+(?:,\d+)*))?(?:@({seeds}))?(?:%(chosen|{rate}(?:,{rate})*))?", text)
+  match = re.fullmatch(
+    rf"(\w+)/([^:@%]+)(?::(\d+(?:,\d+)*))?(?:@({seeds}))?(?:%(chosen|tried|{rate}(?:,{rate})*))?", text
+  )
   if not match or match[1] not in problems.SETTINGS:
     raise ValueError(f"a plan is {FORM} with a task of {list(problems.SETTINGS)}, got {text!r}")
   task, group = match[1], match[2]
@@ -203,6 +229,8 @@ def parse(text: str, choose: ChooseRate | None = None) -> Item:
     if choose is None:
       raise ValueError(f"there are no earlier seeds to choose a rate on, got {text!r}; give the rates.")
     return Item(task, names, lags, tuple(numbers), (), choose)
+  if match[5] == "tried":
+    return Item(task, names, lags, tuple(numbers), (), tried=True)
   rates = tuple(map(float, match[5].split(","))) if match[5] else RATES
   if not min(rates):
     raise ValueError(f"a plan needs rates above 0, got {text!r}")

@@ -11,9 +11,9 @@ from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import interval
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import signed
+from experiments.reproductions._lag_sweep_plan import LAST
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_run import CURVES
-from experiments.reproductions._lag_sweep_table import LAST
 from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
 

@@ -39,11 +39,34 @@ CURVES = ("accuracy", "reward", "ess", "scale", "cosine", "norm", "skipped", "en
 
 
 class Drawn(NamedTuple):
-  """Completions [B, C]: token ids, the log-probabilities they were drawn with, and which belong to the text."""
+  """Completions.
+
+  Attributes:
+    tokens: their token ids, int32 [B, C].
+    distributions: the log-probabilities of every token where each was drawn, float32 [B, C, V].
+    mask: which tokens belong to the text, bool [B, C].
+  """
 
   tokens: Array
-  logprobs: Array
+  distributions: Array
   mask: Array
+
+  @property
+  def logprobs(self) -> Array:
+    """Returns the log-probabilities that the tokens were drawn with, float32 [B, C]."""
+    return _at(self.distributions, self.tokens)
+
+
+def _at(distributions: Array, tokens: Array) -> Array:
+  return jnp.take_along_axis(distributions, tokens[..., None], axis=-1)[..., 0]
+
+
+def _statistics(distributions: Array, tokens: Array) -> models.TokenStats:
+  """Returns the statistics of tokens [B, C] under log-probabilities [B, C, V]; the gradient flows to `logprobs`."""
+  fixed = jax.lax.stop_gradient(distributions)
+  probs = jnp.exp(fixed)
+  entropy, sum_squares = -jnp.sum(probs * fixed, axis=-1), jnp.sum(jnp.square(probs), axis=-1)
+  return models.TokenStats(_at(distributions, tokens), entropy, sum_squares)
 
 
 class Carry(NamedTuple):
@@ -98,9 +121,13 @@ class Training:
     """Draws *samples* completions of each prompt [Q, T], at temperature 1."""
     raise NotImplementedError
 
+  def distributions(self, weights: Array, prompts: Array, completions: Array) -> Array:
+    """Returns the log-probabilities of every token along completions [B, C] after prompts [B, Q], float32 [B, C, V]."""
+    raise NotImplementedError
+
   def score(self, weights: Array, prompts: Array, completions: Array) -> models.TokenStats:
     """Scores completions [B, C] after their prompts [B, Q]: log-probabilities, entropies and squared norms."""
-    raise NotImplementedError
+    return _statistics(self.distributions(weights, prompts, completions), completions)
 
   def reward(self, prompts: Array, completions: Array) -> Array:
     """Returns the rewards [B] of completions [B, C] of their prompts [B, Q]."""
@@ -131,7 +158,8 @@ class Training:
       drawn = self.draw(old + reach * step, train.prompts[rows], setting.samples, drawing)
       prompts = jnp.repeat(train.prompts[rows], setting.samples, axis=0)
       gradient, log_weights, metrics = self.gradient(knobs, carry.weights, prompts, drawn, lag)
-      updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.weights, log_weights=log_weights)
+      extra = {"log_weights": log_weights, "mean_lag": lag.astype(jnp.float32)}
+      updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.weights, **extra)
       skip = jax.random.uniform(skipping) < knobs.skip
       kept = (carry.weights, carry.opt_state)
       stepped = (optax.apply_updates(carry.weights, updates), opt_state)
@@ -139,7 +167,7 @@ class Training:
       read = functools.partial(optax.tree.get, opt_state)
       metrics |= {
         "ess": stabilizers.ess_ratio(log_weights),
-        "scale": read("ess_scale") * read("servo_scale"),
+        "scale": read("ess_scale") * read("servo_scale") * read("lag_scale"),
         "cosine": read("alignment_cosine"),
         "norm": optax.tree.norm(gradient),
         "skipped": (skip | (read("alignment_regime") == stabilizers.AlignmentRegime.SKIPPED)).astype(jnp.float32),
@@ -161,22 +189,24 @@ class Training:
     rewards, mask = self.reward(prompts, drawn.tokens), drawn.mask
 
     def score(weights):
-      stats = self.score(weights, prompts, drawn.tokens)
-      return stats.logprobs, stats
+      distributions = self.distributions(weights, prompts, drawn.tokens)
+      stats = _statistics(distributions, drawn.tokens)
+      return (stats.logprobs, distributions), stats
 
-    logprobs, pull, stats = jax.vjp(score, weights, has_aux=True)
+    (logprobs, distributions), pull, stats = jax.vjp(score, weights, has_aux=True)
     lags = jnp.broadcast_to(lag, mask.shape)
     batch = learning.BatchQuantities(rewards, self.groups, mask, drawn.logprobs, lags, stats)
     norms = self.squared_norms(weights, prompts, drawn) if self.exact_norms else batch.squared_logit_norms
     batch = batch._replace(squared_norms=norms)
     advantages = methods.advantages(knobs, batch)
     coefficients = methods.coefficients(knobs.loss, logprobs, advantages, batch)
-    (gradient,) = pull(coefficients)
+    centering = methods.centering(knobs.centering, distributions, drawn.distributions, advantages, batch)
+    (gradient,) = pull((coefficients, centering))
 
     def token_mean(x):
       return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)
 
-    kl = losses.kl_estimate(drawn.logprobs, logprobs, mask, estimator="k3")
+    kl = losses.kl_estimate(batch.behavior, logprobs, mask, estimator="k3")
     metrics = {
       "ratio": jnp.max(losses.clamped_exp(batch.log_ratios)),
       "reward": jnp.mean(rewards),
@@ -253,30 +283,28 @@ class Runner(Training):
 
     def token(logits, alive, i):
       drawn = jax.random.categorical(jax.random.fold_in(key, i), logits)
-      logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=1)[:, 0]
-      return drawn, logprobs, alive, alive & (drawn != self.setting.end)
+      return drawn, jax.nn.log_softmax(logits), alive, alive & (drawn != self.setting.end)
 
     def step(carry, i):
       logits, alive, cache = carry
-      drawn, logprobs, written, alive = token(logits, alive, i)
+      drawn, distribution, written, alive = token(logits, alive, i)
       hidden, cache = self.policy.decode(params, drawn, jnp.full_like(drawn, length + i), cache)
-      return (self.policy.logits(params, hidden), alive, cache), (drawn, logprobs, written)
+      return (self.policy.logits(params, hidden), alive, cache), (drawn, distribution, written)
 
     start = (spread(self.policy.logits(params, hidden[:, -1])), jnp.ones(count * samples, bool), cache)
     last = self.setting.completion_tokens - 1
     (logits, alive, _), rows = jax.lax.scan(step, start, jnp.arange(last))
     final = token(logits, alive, last)[:3]
-    return Drawn(*(jnp.concatenate([x, y[None]]).T for x, y in zip(rows, final, strict=True)))
+    return Drawn(*(jnp.concatenate([x, y[None]]).swapaxes(0, 1) for x, y in zip(rows, final, strict=True)))
 
-  def score(self, weights: Array, prompts: Array, completions: Array) -> models.TokenStats:
+  def distributions(self, weights: Array, prompts: Array, completions: Array) -> Array:
     before, length = prompts.shape[1], prompts.shape[1] + completions.shape[1] - 1
     tokens = jnp.concatenate([prompts, completions[:, :-1]], axis=1)
     tokens = jnp.pad(tokens, [(0, 0), (0, _aligned(length) - length)])  # the future, which nothing looks at
     ones, positions = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     params = self.unravel(weights)
     hidden = self.policy.hidden(params, tokens, ones, positions)[:, before - 1 : length]
-    count = completions.shape[1]
-    return models.token_stats(self.policy, 1.0, count, hidden, self.policy.unembedding(params), completions)
+    return jax.nn.log_softmax(self.policy.logits(params, hidden))
 
   def reward(self, prompts: Array, completions: Array) -> Array:
     return problems.reward_fn(self.setting)(prompts, completions)

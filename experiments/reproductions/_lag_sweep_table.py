@@ -15,11 +15,9 @@ import numpy as np
 from experiments.reproductions._intervals import Interval
 from experiments.reproductions._intervals import interval
 from experiments.reproductions._lag_sweep_plan import GROUPS
+from experiments.reproductions._lag_sweep_plan import LAST
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_run import CURVES
-
-#: Probes at the end of a run whose mean is its accuracy: 50 updates.
-LAST = 5
 
 
 @dataclasses.dataclass
@@ -89,6 +87,13 @@ class Table:
   def difference(self, row: int, other: int) -> Interval:
     """Returns the accuracy of *row* minus that of *other*, paired by seed, over the seeds that both have."""
     return interval(self.accuracy[row] - self.accuracy[other])
+
+  def on(self, seeds: Iterable[int]) -> Table:
+    """Returns the table of the runs on *seeds*, with the configurations that have any; curves stay means over all."""
+    kept = [seed for seed in self.seeds if seed in set(seeds)]
+    accuracy = self.accuracy[:, [self.seeds.index(seed) for seed in kept]]
+    rows = [i for i, values in enumerate(accuracy) if not np.isnan(values).all()]
+    return Table([self.configs[i] for i in rows], kept, accuracy[rows], self.curves[rows])
 
   def complete(self) -> Table:
     """Returns the table of the configurations that were run on every seed."""

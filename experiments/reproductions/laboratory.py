@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from async_rl import models
 from async_rl.rollout import read_schedule
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_run as training
@@ -139,18 +138,15 @@ class WordTraining(training.Training):
       table, key = inputs
       logits = table[last, before]
       drawn = jax.random.categorical(key, logits)
-      return (drawn, last), (drawn, jnp.take_along_axis(logits, drawn[:, None], axis=1)[:, 0])
+      return (drawn, last), (drawn, logits)
 
     keys = jax.random.split(key, self.toy.length)
-    tokens, logprobs = jax.lax.scan(draw_letter, (last, before), (self.table(weights), keys))[1]
-    return training.Drawn(tokens.T, logprobs.T, jnp.ones(tokens.T.shape, bool))
+    tokens, distributions = jax.lax.scan(draw_letter, (last, before), (self.table(weights), keys))[1]
+    return training.Drawn(tokens.T, distributions.swapaxes(0, 1), jnp.ones(tokens.T.shape, bool))
 
-  def score(self, weights: Array, prompts: Array, completions: Array) -> models.TokenStats:
+  def distributions(self, weights: Array, prompts: Array, completions: Array) -> Array:
     last, before = self._before(prompts, completions)
-    rows = self.table(weights)[jnp.arange(self.toy.length)[None], last, before]  # [B, length, V]
-    logprobs = jnp.take_along_axis(rows, completions[:, :, None], axis=2)[:, :, 0]
-    fixed = jax.lax.stop_gradient(rows)
-    return models.TokenStats(logprobs, -jnp.sum(jnp.exp(fixed) * fixed, 2), jnp.sum(jnp.exp(2 * fixed), 2))
+    return self.table(weights)[jnp.arange(self.toy.length)[None], last, before]
 
   def reward(self, prompts: Array, completions: Array) -> Array:
     last, before = self._before(prompts, completions)

@@ -8,10 +8,14 @@
 Every run is a whole training in the `simulated` way, at a fixed lag: a small transformer, warm-started by supervision
 up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorized (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
-`cd4`, countdown with four numbers. A plan is a list of TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen], on
-the command line or in a file. The groups are those of `GROUPS`; the name of one method may stand for a group. The runs
-of `controls` need the runs that they are matched to. Without rates each method is run at every rate of 1e-5 ... 2e-4;
-`%chosen` is the best rate of the published results, whose seeds (0 to 4) the plan must then leave alone.
+`cd4`, countdown with four numbers. A plan, on the command line or in a file, is a list of
+
+    TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen|%tried]
+
+The groups are those of `GROUPS`; the name of a method may stand for a group. The runs of `controls` need the ones that
+they are matched to. Without rates each method is run at every rate of 1e-5 ... 2e-4; `%chosen` is the best rate of the
+published results, whose seeds (0 to 4) the plan must then leave alone; `%tried` is the best rate of this folder's own
+runs on other seeds than the item's, made before.
 
 Runs already in the folder are not repeated, so a plan that ran out of time can be given again. Warm starts are kept in
 the folder, and runs from other warm starts are refused: only runs of one warm start are paired. What the results say:
@@ -77,12 +81,16 @@ class Sweep:
     self.runs = runs_per_device * len(devices)
     self.results = plans.Results(folder)
     self.slowest = 0.0
+    self.max_lag = plans.MAX_LAG
 
   def __call__(self, items: list[plans.Item]) -> None:
     """Makes the missing runs of a plan in its order, and compiles ahead in the background."""
+    self.max_lag = max((lag for item in items for lag in item.lags), default=0)
     stages: list[list[plans.Item]] = []  # each in one program; what depends on other runs begins a new one
     for item in items:
-      if item.depends or not stages or (item.task, item.exact) != (stages[-1][0].task, stages[-1][0].exact):
+      last = stages[-1][-1] if stages else None
+      needs_last = item.controls or (item.tried and last and not last.tried)
+      if last is None or needs_last or (item.task, item.exact) != (last.task, last.exact):
         stages.append([])
       stages[-1].append(item)
     # One program at a time, and the first one alone: on a GPU the compiler times kernels.
@@ -109,7 +117,7 @@ class Sweep:
     print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
 
   def _compile(self, task: str, exact: bool, *data: problems.Problems) -> Program:
-    program = Runner(self.settings[task], self.dtype, exact).compile(self.runs, self.mesh, *data)
+    program = Runner(self.settings[task], self.dtype, exact, self.max_lag).compile(self.runs, self.mesh, *data)
     self._say(f"compiled {task}{', exact norms' if exact else ''}: {program.describe()}")
     return program
 
@@ -162,7 +170,7 @@ def _items(texts: list[str]) -> list[plans.Item]:
   items = [plans.parse(text, _chooser(reports.RESULTS, seeds)) for text in texts]
   for item in items:
     for name, lag in itertools.product(item.names, item.lags):
-      item.rates_of(name, lag)
+      item.rates_of(name, lag)  # `%tried` has none yet
   return items
 
 

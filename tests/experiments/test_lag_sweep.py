@@ -136,11 +136,13 @@ def gradient(drawn):
   rewards = jax.random.normal(jax.random.key(2), (prompts.shape[0],))
   runner.reward = lambda prompts, tokens: rewards
   program = jax.jit(runner.gradient)  # one for all losses
-  make = lambda loss, weights: program(methods.Knobs(loss=loss), weights, prompts, completions, jnp.int32(3))
+  make = lambda loss, weights, centering=0: program(
+    methods.Knobs(loss=loss, centering=centering), weights, prompts, completions, jnp.int32(3)
+  )
   return rewards, make
 
 
-@pytest.mark.parametrize("name", ["ppo", "a3po", "sequence_tis", "topr", "m2po", "prefix_tis"])
+@pytest.mark.parametrize("name", ["ppo", "a3po", "sequence_tis", "topr", "m2po", "prefix_tis", "sat"])
 def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, gradient, name):
   runner, weights, prompts, completions = drawn
   moved = weights * 1.02
@@ -159,6 +161,33 @@ def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, gradien
   got, log_weights, _ = make_gradient(list(methods.LOSSES).index(name), moved)
   np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
   assert np.std(log_weights) > 0.01
+
+
+@pytest.mark.parametrize(
+  ("name", "centering", "factor"), [("reinforce", "plain", 1.02), ("token_tis", "token_tis", 1.6)]
+)
+def test_a_centered_score_has_the_samplers_mean_taken_out(drawn, gradient, name, centering, factor):
+  runner, weights, prompts, completions = drawn
+  moved = weights * factor
+  rewards, make_gradient = gradient
+  mask, groups = completions.mask, runner.groups
+  advantages = losses.grpo_advantages(rewards, groups, mask.shape[0], normalize_std=False)
+  ratio_weight = methods.CENTERINGS[centering]
+
+  def loss(weights):
+    log_p = runner.distributions(weights, prompts, completions.tokens)
+    fixed, q = jax.lax.stop_gradient(log_p), jnp.exp(completions.distributions)
+    weight = ratio_weight(jnp.exp(fixed - completions.distributions))
+    own = lambda x: jnp.take_along_axis(x, completions.tokens[..., None], axis=-1)[..., 0]
+    centered = own(weight) * own(log_p) - jnp.sum(q * weight * log_p, axis=-1)
+    return jnp.mean(jnp.sum(jnp.where(mask, -advantages[:, None] * centered, 0.0), axis=1) / jnp.sum(mask, axis=1))
+
+  wanted = jax.jit(jax.grad(loss))(moved)
+  index = list(methods.LOSSES).index(name)
+  got = make_gradient(index, moved, list(methods.CENTERINGS).index(centering))[0]
+  np.testing.assert_allclose(got, wanted, atol=2e-5 * float(jnp.max(jnp.abs(wanted))))
+  plain = make_gradient(index, moved)[0]
+  assert float(jnp.linalg.norm(got - plain)) > 1e-3 * float(jnp.linalg.norm(plain))
 
 
 def test_exact_norms_are_those_of_single_trajectories(drawn):
@@ -224,7 +253,7 @@ def test_default_knobs_are_plain_clipped_adam():
   params = jnp.array([1.0, 2.0])
   state, plain_state = optimizer.init(params), plain.init(params)
   for gradient in ([3.0, 4.0], [3.0, 4.1], [0.1, -0.2]):
-    got, state = optimizer.update(jnp.array(gradient), state, params, log_weights=jnp.array([0.0, 5.0]))
+    got, state = optimizer.update(jnp.array(gradient), state, params, log_weights=jnp.array([0.0, 5.0]), mean_lag=9.0)
     wanted, plain_state = plain.update(jnp.array(gradient), plain_state, params)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 

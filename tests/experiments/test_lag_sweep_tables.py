@@ -145,6 +145,28 @@ def test_seeds_and_rates_of_a_plan(tmp_path):
   }
 
 
+def test_a_rate_is_tried_on_other_seeds_of_the_same_sweep(tmp_path):
+  results, item = plans.Results(tmp_path), plans.parse("ch4/PPO:10,32@1000-1001%tried")
+  assert item.depends
+  assert not item.runs(results)  # nothing was tried yet
+  made = [plans.Run("ch4", "PPO", 10, rate, seed) for rate, seed in ((1e-4, 7), (2e-4, 7), (1e-4, 1000))]
+  late = np.array([[0.0] * 5 + [value] * plans.LAST for value in (0.4, 0.6, 0.9)])  # the last is of an own seed
+  curves = {name: late for name in runs.CURVES}
+  results.add(made, curves, {7: 1, 1000: 2})
+  assert [(run.lag, run.rate, run.seed) for run in item.runs(results)] == [(10, 2e-4, 1000), (10, 2e-4, 1001)]
+
+
+def test_the_plan_of_later_methods_tries_what_it_then_runs():
+  items = lag_sweep._items(plans.read(reports.RESULTS.parent / "later_methods.txt"))
+  tried = {(name, lag) for item in items if not item.tried for name in item.names for lag in item.lags}
+  for item in items:
+    if item.tried:
+      assert {(name, lag) for name in item.names for lag in item.lags} <= tried
+  reported = {seed for item in items if 0 not in item.lags for seed in item.seeds if seed < 2100}
+  assert reported == set(range(2000, 2020))
+  assert not reported & set(range(1000, 1021))
+
+
 def test_a_control_has_the_rate_that_its_counterpart_chose():
   item = plans.parse(
     "ch4/PPO + random skips:10@1000-1001%chosen", lambda task, method, lag: {"PPO + GAC": 5e-5}[method]
