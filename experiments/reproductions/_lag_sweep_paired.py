@@ -1,17 +1,19 @@
-"""Compares the configurations of the study on fresh seeds with sync and with named controls, paired by seed."""
+"""Compares the configurations of a study on fresh seeds with sync and with named controls, paired by seed."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
 from experiments.reproductions._lag_sweep_table import Table
-from experiments.reproductions._lag_sweep_table import choose_rate
 from experiments.reproductions._lag_sweep_table import rate_text
 
 #: What each method is compared with, so that one ingredient differs.
@@ -26,6 +28,16 @@ CONTROL_OF = {
   "PPO, MaxRL": "PPO",
   "PPO + GAC": "PPO + random skips",
   "PPO + random skips": "PPO",
+  "VESPO": "sequence PPO",
+  "SAT": "PPO",
+  "DPPO + log-squared": "DPPO",
+  "M2PO, signed": "M2PO",
+  "centered": "no correction",
+  "centered token TIS": "token TIS",
+  "centered + OPOB, exact": "centered",
+  "no correction, momentum .97": "no correction",
+  "no correction + OPOB, exact": "no correction",
+  "sequence PPO, rate / lag": "sequence PPO",
   "TOPR": "seq TIS",
   "TOPR + GAC": "TOPR",
   "TOPR + OPOB, exact": "TOPR",
@@ -45,7 +57,8 @@ class Row(NamedTuple):
 
   Attributes:
     config: the row of the table.
-    chosen: whether its rate is the one chosen on earlier seeds.
+    chosen: whether its rate is the one chosen on other seeds.
+    edge: whether that is the highest or lowest of the rates tried there, so that a better one may lie beyond.
     sync: the row of sync.
     sync_exact: the row of sync with exact OPOB, for a method that uses it at a lag.
     control: the row of its control.
@@ -53,17 +66,19 @@ class Row(NamedTuple):
 
   config: int
   chosen: bool
+  edge: bool
   sync: int | None
   sync_exact: int | None
   control: int | None
 
 
 class Study:
-  """The study on fresh seeds.
+  """A study on fresh seeds.
 
   Args:
     fresh: the runs on fresh seeds.
-    earlier: the runs on the seeds that rates and methods were chosen on.
+    choices: the runs on the seeds that rates and methods were chosen on; of several tables, the first that has a method
+      at a lag counts.
     lags: the lags of the tables; 0 is sync.
 
   Raises:
@@ -74,27 +89,29 @@ class Study:
     comparisons: the number of differences in all tables.
   """
 
-  def __init__(self, fresh: Table, earlier: Table, lags: Iterable[int] = (0, 10, 32)):
+  def __init__(self, fresh: Table, choices: Sequence[Table], lags: Iterable[int] = (0, 10, 32)):
     self.fresh = fresh.complete()
-    self._earlier = earlier
+    self._choices = choices
     sync = self._row("sync", 0)
     if sync is None:
       raise ValueError("there is no sync run on every seed at the rate chosen on earlier seeds; make it first.")
     self.sync = sync
     self._sync_exact = self._row("sync, OPOB exact", 0)
     self.rows = {lag: self._rows(lag) for lag in lags}
-    self.comparisons = sum(other is not None for rows in self.rows.values() for row in rows for other in row[2:])
+    self.comparisons = sum(other is not None for rows in self.rows.values() for row in rows for other in row[3:])
 
-  def _chosen_rate(self, method: str, lag: int) -> float | None:
-    try:
-      return round(choose_rate(self._earlier, method, lag), 10)
-    except ValueError:
-      return None
+  def _choice(self, method: str, lag: int) -> tuple[float | None, bool]:
+    """Returns the rate chosen for a method, `None` without runs, and whether it lies at the edge of those tried."""
+    for table in self._choices:
+      best = table.best(method, lag)
+      if best is not None:
+        return round(table.configs[best][2], 10), table.at_edge(best)
+    return None, False
 
   def _row(self, method: str, lag: int, rate: float | None = None) -> int | None:
     """Returns the row of a method at a rate, or else at its chosen rate."""
     rows = self.fresh.rates(method, lag)
-    return rows.get(rate, rows.get(self._chosen_rate(method, lag)))  # type: ignore[arg-type]
+    return rows.get(rate, rows.get(self._choice(method, lag)[0]))  # type: ignore[arg-type]
 
   def _rows(self, lag: int) -> list[Row]:
     rows = []
@@ -103,20 +120,24 @@ class Study:
         exact = self._sync_exact if lag and method in methods.EXACT_NORMS else None
         control = self._row(CONTROL_OF[method], lag, rate) if lag and method in CONTROL_OF else None
         sync = None if index == self.sync else self.sync
-        rows.append(Row(index, rate == self._chosen_rate(method, lag), sync, exact, control))
+        best, edge = self._choice(method, lag)
+        rows.append(Row(index, rate == best, rate == best and edge, sync, exact, control))
     return sorted(rows, key=lambda row: -float(self.fresh.accuracy[row.config].mean()))
 
-  def cells(self, method: str, lag: int, rate: float) -> tuple[str, str]:
-    """Returns the accuracy of a configuration and its difference to sync, as text."""
-    index = self.fresh.rates(method, lag)[rate]
-    return measure(self.fresh.accuracy[index], 3), self._difference(index, self.sync)
+  def accuracy(self, method: str, lag: int, rate: float) -> np.ndarray:
+    """Returns the accuracies of a configuration by seed, [S]."""
+    return self.fresh.accuracy[self.fresh.rates(method, lag)[rate]]
+
+  def minus_sync(self, method: str, lag: int, rate: float) -> np.ndarray:
+    """Returns the accuracies of a configuration minus those of sync, by seed, [S]."""
+    return self.accuracy(method, lag, rate) - self.fresh.accuracy[self.sync]
 
   def table(self, lag: int) -> str:
     """Returns the table of a lag: accuracy, and the differences to sync, to sync with exact OPOB, and to a control."""
     lines = []
     for row in self.rows[lag]:
       method, _, rate = self.fresh.configs[row.config]
-      line = [method, rate_text(rate) + (" c" if row.chosen else ""), measure(self.fresh.accuracy[row.config], 3)]
+      line = [method, rate_text(rate) + " c" * row.chosen + "*" * row.edge, measure(self.fresh.accuracy[row.config], 3)]
       line.append(self._difference(row.config, row.sync))
       if lag:
         line += [self._difference(row.config, row.sync_exact), self._name(row.control, rate)]
@@ -145,7 +166,7 @@ class Study:
     size = (8.5, 0.27 * sum(heights) + 0.8)
     figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
     for axis, (lag, rows) in zip(axes[:, 0], panels.items(), strict=True):
-      for chosen, color, label in ((True, "C0", "rate chosen on earlier seeds"), (False, "0.6", "another rate")):
+      for chosen, color, label in ((True, "C0", "rate chosen on other seeds"), (False, "0.6", "another rate")):
         places = [y for y, row in enumerate(rows) if row.chosen is chosen]
         found = [self.fresh.difference(rows[y].config, self.sync) for y in places]
         means, halves = [x.mean for x in found], [x.half for x in found]
@@ -157,10 +178,37 @@ class Study:
       axis.grid(axis="x", linewidth=0.3)
       axis.set_ylim(-0.7, len(rows) - 0.3)
       axis.set_title(f"lag {lag}" if lag else "no lag", loc="left", fontsize=9)
-    axes[-1, 0].legend(fontsize=8, loc="lower left")
+    axes[-1, 0].legend(fontsize=8, loc="upper left")
     rate, seeds = self.fresh.configs[self.sync][2], len(self.fresh.seeds)
     label = f"accuracy minus sync at {rate_text(rate)}, paired over {seeds} fresh seeds, with 95 % intervals"
     figure.supxlabel(label, fontsize=9)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def shared(studies: Sequence[Study]) -> list[tuple[str, int, float]]:
+  """Returns the configurations that all studies have, without sync, by lag and by the accuracy in the first one."""
+  first, *others = studies
+  both = [config for config in first.fresh.configs if all(config in study.fresh.configs for study in others)]
+  both.remove(first.fresh.configs[first.sync])
+  return sorted(both, key=lambda config: (config[1], -float(np.mean(first.accuracy(*config)))))
+
+
+def together(studies: Sequence[Study], comparisons: int) -> str:
+  """Returns the table of what all studies share: differences to sync in each, and over all seeds.
+
+  Every difference is to the sync run of the same study and seed, so that none is between two machines.
+
+  Args:
+    studies: the studies, on different seeds.
+    comparisons: the number of comparisons of all tables, for what is bold.
+  """
+  rows = []
+  for method, lag, rate in shared(studies):
+    differences = [study.minus_sync(method, lag, rate) for study in studies]
+    cells = [verdict(values, comparisons) for values in (*differences, np.concatenate(differences))]
+    rows.append([method, str(lag), rate_text(rate), *cells])
+  seeds = [f"seeds {study.fresh.seeds[0]}–{study.fresh.seeds[-1]}" for study in studies]
+  total = sum(len(study.fresh.seeds) for study in studies)
+  return grid(["minus sync", "lag", "rate", *seeds, f"all {total} seeds"], rows)

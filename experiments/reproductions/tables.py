@@ -1,7 +1,7 @@
 """Prints the tables of the pages in this folder from their result files, and writes them there.
 
     python -m experiments.reproductions.tables            # prints every table
-    python -m experiments.reproductions.tables --write    # updates the pages and the figure of the fresh seeds
+    python -m experiments.reproductions.tables --write    # updates the pages and the figures of the fresh seeds
 
 A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. The tests compare every table of every
 page with what this command makes of the result files.
@@ -15,15 +15,22 @@ import pathlib
 import re
 from collections.abc import Callable
 
+import numpy as np
+
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import async_rlhf
 from experiments.reproductions._intervals import grid
+from experiments.reproductions._intervals import measure
+from experiments.reproductions._intervals import verdict
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_table import Table
 
 PAGES = pathlib.Path(__file__).parent
 FRESH = reports.RESULTS / "fresh_seeds"
+LATER = reports.RESULTS / "later_methods"
+#: The seeds on which the study of later methods tried rates.
+TRIED = range(2100, 2103)
 
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -36,8 +43,21 @@ def earlier() -> Table:
 
 @functools.cache
 def study() -> paired.Study:
-  """Returns the study on fresh seeds."""
-  return paired.Study(Table.of(Results(FRESH), "ch4"), earlier())
+  """Returns the first study on fresh seeds."""
+  return paired.Study(Table.of(Results(FRESH), "ch4"), [earlier()])
+
+
+@functools.cache
+def later_runs() -> Table:
+  """Returns the runs of the study of later methods, those that tried rates among them."""
+  return Table.of(Results(LATER), "ch4")
+
+
+@functools.cache
+def later() -> paired.Study:
+  """Returns the study of later methods."""
+  seeds = set(later_runs().seeds) - set(TRIED)
+  return paired.Study(later_runs().on(seeds), [later_runs().on(TRIED), earlier()])
 
 
 @functools.cache
@@ -46,17 +66,25 @@ def looks() -> list[async_rlhf.Look]:
   return async_rlhf.read(reports.RESULTS / "async_rlhf.csv")
 
 
-def fresh_counts() -> str:
-  """Returns what the tables on fresh seeds hold, as a sentence."""
-  configs, seeds = study().fresh.configs, study().fresh.seeds
+def counts(study: paired.Study) -> str:
+  """Returns what the tables of a study hold, as a sentence."""
+  configs, seeds = study.fresh.configs, study.fresh.seeds
   return (
     f"{len(configs) * len(seeds)} runs: {len(configs)} configurations on each of {len(seeds)} seeds, {seeds[0]} to"
-    f" {seeds[-1]}; {study().comparisons} comparisons."
+    f" {seeds[-1]}; {study.comparisons} comparisons."
   )
+
+
+def comparisons() -> int:
+  """Returns the number of comparisons of both studies, and of those over the seeds of both."""
+  studies = study(), later()
+  return sum(x.comparisons for x in studies) + len(paired.shared(studies))
 
 
 #: The answer in short: lag, what to use, and the configuration that was measured.
 ANSWERS = (
+  (0, "plain policy gradient, Adam as usual (sync)", ("sync", 0, 2e-4)),
+  (0, "the same with exact OPOB", ("sync, OPOB exact", 0, 2e-4)),
   (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
   (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
   (10, "the same with exact OPOB", ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4)),
@@ -65,21 +93,30 @@ ANSWERS = (
 
 
 def answers() -> str:
-  """Returns a row per recommendation, with what was measured on fresh seeds."""
-  rows = []
+  """Returns a row per recommendation, with what was measured on the fresh seeds of both studies."""
+  rows, studies = [], (study(), later())
   for lag, advice, config in ANSWERS:
-    accuracy, difference = study().cells(*config)
-    rows.append([str(lag), advice, accuracy, difference])
+    accuracy = measure(np.concatenate([x.accuracy(*config) for x in studies]), 3)
+    difference = verdict(np.concatenate([x.minus_sync(*config) for x in studies]), comparisons())
+    rows.append([str(lag), advice, accuracy, difference if config[0] != "sync" else ""])
   return grid(["lag", "use", "accuracy", "minus sync"], rows)
 
 
 #: The tables by name.
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
-  "fresh counts": fresh_counts,
+  "all comparisons": lambda: f"{comparisons()} comparisons in both studies and over the seeds of both.",
+  "both studies": lambda: paired.together([study(), later()], comparisons()),
+  "fresh counts": lambda: counts(study()),
   "fresh, no lag": lambda: study().table(0),
   "fresh, lag 10": lambda: study().table(10),
   "fresh, lag 32": lambda: study().table(32),
+  "later counts": lambda: counts(later()),
+  "later, no lag": lambda: later().table(0),
+  "later, lag 10": lambda: later().table(10),
+  "later, lag 32": lambda: later().table(32),
+  "later, rates, lag 10": lambda: reports.by_rate(later_runs().on(TRIED), 10),
+  "later, rates, lag 32": lambda: reports.by_rate(later_runs().on(TRIED), 32),
   "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),
   "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
   "rlhf": lambda: async_rlhf.table(looks()),
@@ -105,7 +142,7 @@ def fill(page: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--write", action="store_true", help="update the pages and the figure instead of printing")
+  parser.add_argument("--write", action="store_true", help="update the pages and the figures instead of printing")
   if not parser.parse_args(arguments).write:
     for name, table in TABLES.items():
       print(f"## {name}\n\n{table()}\n")
@@ -113,6 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
   for page in sorted(PAGES.glob("*.md")):
     page.write_text(fill(page.read_text()))
   study().draw(reports.RESULTS / "fresh_seeds.png")
+  later().draw(reports.RESULTS / "later_methods.png")
 
 
 if __name__ == "__main__":

@@ -278,44 +278,6 @@ def test_warm_starts_are_made_once_and_extended(tiny_data, tmp_path):
   assert warm.WarmStarts(tmp_path / "folder" / "warm_sums.npz").checksums() == again.checksums()
 
 
-def _coefficient(loss: str, ratio: float, behavior: float, advantage: float) -> float:
-  """The coefficient of a single token with the given probability under the sampler."""
-  row = lambda x: jnp.full((1, 1), x)
-  logprob = math.log(behavior * ratio)
-  batch = batch_with(row(logprob), jnp.ones(1), behavior=row(math.log(behavior)))
-  return float(methods.coefficients(list(methods.LOSSES).index(loss), row(logprob), row(advantage), batch)[0, 0])
-
-
-@pytest.mark.parametrize(
-  ("ratio", "behavior", "advantage", "wanted"),
-  [
-    (1.5, 0.3, 1.0, -1.5),  # p - q = .15: kept, with its ratio
-    (1.5, 0.5, 1.0, 0.0),  # p - q = .25 in the direction of A
-    (1.5, 0.5, -1.0, 1.5),  # the same, moving back
-    (0.5, 0.5, -1.0, 0.0),  # p - q = -.25 in the direction of A
-    (0.5, 0.5, 1.0, -0.5),
-    (30.0, 0.001, 1.0, -20.0),  # the ratio is capped
-  ],
-)
-def test_dppo_by_hand(ratio, behavior, advantage, wanted):
-  assert math.isclose(_coefficient("dppo", ratio, behavior, advantage), wanted, rel_tol=1e-4, abs_tol=1e-6)
-
-
-@pytest.mark.parametrize(("advantage", "sharpness"), [(1.0, 1.0), (-1.0, 1.05)])
-def test_sapos_weight_is_the_gradient_of_its_gate(advantage, sharpness):
-  gate = lambda logprob: 4 / sharpness * jax.nn.sigmoid(sharpness * (jnp.exp(logprob) / 0.4 - 1))
-  for ratio in (0.5, 1.0, 1.7):
-    wanted = -advantage * float(jax.grad(gate)(math.log(0.4 * ratio)))
-    assert math.isclose(_coefficient("sapo", ratio, 0.4, advantage), wanted, rel_tol=1e-4)
-
-
-def test_maxrl_divides_by_the_groups_mean():
-  rewards, groups = jnp.array([1.0, 0, 0, 0, 0, 0]), jnp.array([0, 0, 0, 0, 1, 1])
-  knobs = methods.Knobs(baseline=list(methods.BASELINES).index("maxrl"))
-  got = methods.advantages(knobs, batch_with(jnp.zeros((6, 1)), rewards)._replace(groups=groups))
-  np.testing.assert_allclose(got[:, 0], [3, -1, -1, -1, 0, 0], rtol=1e-5)  # no success, no gradient
-
-
 @pytest.mark.slow
 def test_a_tiny_sweep(tmp_path, data_dir, capsys, monkeypatch):
   easy = lambda setting: lambda prompts, tokens: jnp.mean(tokens == 3, axis=1, dtype=jnp.float32)

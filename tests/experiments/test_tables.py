@@ -75,15 +75,31 @@ def test_an_example_on_the_page_is_what_was_measured(place, loss, exact):
 
 
 def test_no_fresh_seed_was_chosen_on():
-  assert len(tables.study().fresh.seeds) >= 20
-  assert not set(tables.study().fresh.seeds) & set(tables.earlier().seeds)
+  first, second = set(tables.study().fresh.seeds), set(tables.later().fresh.seeds)
+  assert min(len(first), len(second)) >= 20
+  assert not (first | second) & (set(tables.earlier().seeds) | set(tables.TRIED))
+  assert not first & second
 
 
-def test_the_number_of_comparisons_is_that_of_the_differences_shown():
-  shown = [line.split("|")[4:] for lag in (0, 10, 32) for line in tables.study().table(lag).splitlines()[2:]]
+@pytest.mark.parametrize("name", ["study", "later"])
+def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
+  study = getattr(tables, name)()
+  shown = [line.split("|")[4:] for lag in (0, 10, 32) for line in study.table(lag).splitlines()[2:]]
   differences = [cell for line in shown for cell in line if "±" in cell]
-  assert len(differences) == tables.study().comparisons
-  assert f"{tables.study().comparisons} comparisons" in tables.fresh_counts()
+  assert len(differences) == study.comparisons
+  assert f"{study.comparisons} comparisons" in tables.counts(study)
+
+
+def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose():
+  study = tables.later()
+  tried = tables.later_runs().on(tables.TRIED)
+  rows = [row for lag in (10, 32) for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()]
+  assert len(rows) >= 10
+  for row in rows:
+    method, lag, rate = study.fresh.configs[row.config]
+    if tried.rates(method, lag):
+      assert row.chosen
+      assert row.edge is (rate in (min(tried.rates(method, lag)), max(tried.rates(method, lag))))
 
 
 def test_a_table_that_does_not_exist_is_refused():
@@ -130,14 +146,14 @@ def study():
       ("TOPR", 10, 2e-4): [0.6, np.nan, np.nan],
     }
   )
-  return paired.Study(fresh, earlier, (0, 10))
+  return paired.Study(fresh, [earlier], (0, 10))
 
 
 def test_a_study_compares_with_sync_and_with_the_control_at_the_same_rate(study):
   header, _, *lines = study.table(10).splitlines()
   assert header == "| lag 10 | rate | accuracy | minus sync | minus sync, OPOB exact | control | minus control |"
   assert [line.split(" | ")[:2] for line in lines] == [
-    ["| PPO", "2e-4 c"],
+    ["| PPO", "2e-4 c*"],
     ["| PPO", "1e-4"],
     ["| no correction", "1e-4"],
   ]
@@ -154,7 +170,24 @@ def test_a_configuration_without_all_seeds_is_left_out(study):
 def test_a_study_without_sync_is_refused():
   rows = _table({("PPO", 10, 1e-4): [0.5, 0.6]})
   with pytest.raises(ValueError, match="no sync run on every seed"):
-    paired.Study(rows, rows)
+    paired.Study(rows, [rows])
+
+
+def test_two_studies_together_pair_each_with_its_own_sync(study):
+  fresh = _table({("sync", 0, 2e-4): [0.1, 0.2], ("PPO", 10, 2e-4): [0.0, 0.1], ("TOPR", 10, 2e-4): [0.5, 0.5]})
+  other = paired.Study(fresh, [_table({("sync", 0, 2e-4): [0.5]})], (0, 10))
+  assert paired.shared([study, other]) == [("PPO", 10, 2e-4)]
+  *_, line = paired.together([study, other], 1).splitlines()
+  assert line == "| PPO | 10 | 2e-4 | **−.100 ± .000** | **−.100 ± .000** | **−.100 ± .000** |"
+
+
+def test_a_rate_at_the_edge_is_starred():
+  earlier = _table(
+    {(name, lag, rate): [0.5 + rate] for name, lag in (("sync", 0), ("PPO", 10)) for rate in (1e-4, 2e-4)}
+  )
+  fresh = _table({("sync", 0, 2e-4): [0.6, 0.8], ("PPO", 10, 2e-4): [0.5, 0.7], ("PPO", 10, 1e-4): [0.5, 0.6]})
+  lines = paired.Study(fresh, [earlier], (10,)).table(10).splitlines()[2:]
+  assert [line.split(" | ")[1] for line in lines] == ["2e-4 c*", "1e-4"]
 
 
 def test_a_study_is_drawn(study, tmp_path):
