@@ -21,6 +21,7 @@ from async_rl._paths import Path
 from async_rl._paths import absolute
 from async_rl._paths import as_path
 from async_rl._paths import delete
+from async_rl._paths import list_folder
 from async_rl._paths import make_folder
 from async_rl._paths import move
 from async_rl.models import split_trainable
@@ -55,14 +56,17 @@ class Checkpointer:
     folder: the folder of the checkpoints; made if missing.
     keep: the number of checkpoints to keep, the newest ones.
     fingerprint: a JSON-like mapping that describes the model; checkpoints with another one are refused.
-    read_only: whether to leave unfinished saves alone, which may be in progress in another process. Otherwise they are
-      taken for those of a process that was killed, and deleted.
+    read_only: whether to make and delete nothing: unfinished saves may be in progress in another process. Otherwise
+      they are taken for those of a process that was killed, and deleted.
     processes: the processes of whose devices the state is, 0 among them, see `processes_of`; no other one may use the
       checkpoints. `None`: all of them.
 
   Attributes:
     restored_step: the step of the checkpoint that was read last.
     skipped: one sentence by step for each damaged checkpoint that was passed over for it.
+
+  Raises:
+    CheckpointError: if the folder cannot be made, or is empty or missing and must not be written.
   """
 
   def __init__(
@@ -93,6 +97,8 @@ class Checkpointer:
       "host": _HostHandler(),
       "meta": ocp.JsonCheckpointHandler(),
     }
+    if read_only and not list_folder(self.folder):
+      raise CheckpointError(f"{self.folder} has no checkpoint")
     with self._explained("cannot be written", _WRITE_REMEDY):
       make_folder(self.folder)
       self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)

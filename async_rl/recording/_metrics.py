@@ -231,6 +231,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     yield row
 
 
+def has_steps(path: Path) -> bool:
+  """Returns whether a metrics.jsonl, which may be missing or damaged, has a row of an optimizer step."""
+  return any(isinstance(row, dict) and row["step"] > 0 for row in _rows_or_errors(path))
+
+
 def _rows_or_errors(path: Path) -> Iterator[dict[str, Any] | ValueError]:
   """Yields the rows of a file as `read_metrics` does, and an error in place of each line that is not a row."""
   if not path.exists():

@@ -14,11 +14,13 @@ import jax
 from async_rl import learning
 from async_rl import tasks
 from async_rl._paths import delete
+from async_rl._paths import list_folder
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._checkpoint import NoCheckpointer
 from async_rl.recording._metrics import MetricsWriter
 from async_rl.recording._metrics import NoMetricsWriter
+from async_rl.recording._metrics import has_steps
 from async_rl.recording._progress import Progress
 from async_rl.recording._run_folder import RunFolder
 from async_rl.rollout._actor import Actor
@@ -97,7 +99,7 @@ class Session:
     self._prompts = PromptStream(
       inputs.encoder, inputs.prompts, training.seed, training.epochs, self._prompt_check.skipped
     )
-    if folder.metrics.exists() and not folder.checkpoints.exists():
+    if not list_folder(folder.checkpoints) and has_steps(folder.metrics):
       raise CheckpointError(
         f"{folder.path} holds a run whose checkpoints are missing: restore {folder.checkpoints}, or pass --overwrite "
         "to delete the run and start again."

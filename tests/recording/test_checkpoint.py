@@ -161,6 +161,12 @@ def test_no_checkpoint(tmp_path, mesh):
   checkpointer.close()
 
 
+def test_reading_makes_no_folder(tmp_path):
+  with pytest.raises(CheckpointError, match="new has no checkpoint$"):
+    Checkpointer(tmp_path / "new", keep=1, fingerprint=MODEL, read_only=True)
+  assert not (tmp_path / "new").exists()
+
+
 def test_checkpoint_of_another_model_is_refused(saved, mesh):
   folder, state = saved
   other = Checkpointer(folder, keep=2, fingerprint={"width": 16, "layers": {"count": 2}, "bias": True})

@@ -72,6 +72,12 @@ def empty_checkpoints(folder):
       id="no checkpoints",
     ),
     pytest.param(
+      make_folder("checkpoints", replace=True),
+      recording.CheckpointError,
+      "checkpoints are missing: restore .*, or pass",
+      id="an empty folder of checkpoints",
+    ),
+    pytest.param(
       rename("checkpoints/4", "checkpoints/7"), recording.CheckpointError, "7 holds step 4: give", id="a renamed one"
     ),
     pytest.param(
