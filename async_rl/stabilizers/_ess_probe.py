@@ -34,7 +34,9 @@ class ScaleByEssProbeState(NamedTuple):
 def ess_probe() -> jax.Array:
   """Returns the probe parameter, zeros, float32 [3]. Put it into the parameters under the name `ess_probe`.
 
-  It stays zero and changes no other gradient. Leave it out of exports and weight pushes.
+  It stays zero and changes no other gradient. Leave it out of exports and weight pushes, in NNX by the filter
+  ``nnx.All(nnx.Param, nnx.Not(nnx.PathContains("ess_probe")))``. A trainer that logs the norm of the whole gradient, as
+  Tunix does, counts the sums in it. With adapters alone being trained it must be one of the trained parameters.
 
   Examples:
     >>> from async_rl import stabilizers
