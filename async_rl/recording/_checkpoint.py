@@ -126,6 +126,7 @@ class Checkpointer:
     """
     if step == self.latest_step:
       return
+    self._find_folder(step)
     archives = {jax.process_index(): to_archive(host), **(others or {})}
     trained, frozen = split_trainable(state.params)
     if not jax.device_get(_all_finite(trained)):
@@ -150,6 +151,18 @@ class Checkpointer:
     with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
       if not self._manager.save(step, args=items):
         raise ValueError(f"it is older than the newest, of step {self.latest_step}")
+
+  def _find_folder(self, step: int) -> None:
+    """Makes the folder again if it was deleted, but not the one that it lies in, without which there is no run."""
+    if not isinstance(self.folder, pathlib.Path) or self.folder.exists():
+      return
+    if not self.folder.parent.exists():
+      raise CheckpointError(
+        f"the checkpoint of step {step} is not written, because {self.folder.parent} was moved or deleted: put it "
+        "back, then rerun the same command to resume"
+      )
+    make_folder(self.folder)
+    self.reload()
 
   def _check_space(self, step: int, needed: int) -> None:
     """Raises CheckpointError if the disk has less than `needed` bytes left; a bucket has no end."""

@@ -169,20 +169,24 @@ class MetricsWriter:
 
   def _repair(self) -> None:
     """Writes the file again, from what is open of it, unless it is in its place with all that was written."""
+    path, local = self._mirrors[0].path, self._mirrors[0].local
     try:
-      found = self._mirrors[0].local.stat()
+      found = local.stat()
       if os.path.samestat(found, os.fstat(self._lines.fileno())) and found.st_size >= self._size:
         return
     except FileNotFoundError:
       pass
-    rows = self.rows
-    with self._lines as lines:  # readable even where it was deleted
-      lines.seek(0)
-      kept = [line for line in lines if line.endswith("\n")]
-    self._open_lines(kept)
+    if path == local and not path.parent.exists():  # what is open goes with the folder
+      self._warn(f"{path.parent} was moved or deleted; put it back before the next checkpoint, which needs it")
+      return
+    rows, old = self.rows, self._lines
+    old.seek(0)  # readable even where it was deleted
+    local.parent.mkdir(parents=True, exist_ok=True)
+    self._open_lines([line for line in old if line.endswith("\n")])
+    old.close()
     lost = rows - self.rows
     outcome = f"{lost} of its {rows} rows are lost" if lost else f"its {rows} rows are written again"
-    self._warn(f"{self._mirrors[0].path} was deleted, replaced or cut off by something else than this run; {outcome}")
+    self._warn(f"{path} was deleted, replaced or cut off by something else than this run; {outcome}")
 
   def _add_histogram(self, name: str, counts: np.ndarray, step: int) -> None:
     values = np.arange(len(counts))

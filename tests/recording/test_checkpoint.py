@@ -161,6 +161,30 @@ def test_no_checkpoint(tmp_path, mesh):
   checkpointer.close()
 
 
+def test_a_folder_that_is_deleted_between_two_saves_is_made_again(tmp_path, mesh):
+  state = make_state(mesh)
+  checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", keep=2, fingerprint=MODEL)
+  for step in (1, 2):
+    checkpointer.save(step, state, {"step": step})
+    checkpointer.wait()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+  for step in (3, 4, 5):
+    checkpointer.save(step, state, {"step": step})
+  checkpointer.wait()
+  assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["4", "5"]
+  assert checkpointer.restore(abstract(state))[1] == [{"step": 5}]
+  (tmp_path / "run").rename(tmp_path / "moved")
+  with pytest.raises(
+    CheckpointError, match="of step 6 is not written, because .*run was moved or deleted: put it back"
+  ):
+    checkpointer.save(6, state, {"step": 6})
+  assert not (tmp_path / "run").exists()
+  (tmp_path / "moved").rename(tmp_path / "run")
+  checkpointer.save(6, state, {"step": 6})
+  checkpointer.close()
+  assert (tmp_path / "run" / "checkpoints" / "6").exists()
+
+
 def test_reading_makes_no_folder(tmp_path):
   with pytest.raises(CheckpointError, match="new has no checkpoint$"):
     Checkpointer(tmp_path / "new", keep=1, fingerprint=MODEL, read_only=True)

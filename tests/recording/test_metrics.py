@@ -132,6 +132,21 @@ def test_a_file_that_vanishes_is_noticed_and_written_again(folder, damage, rest,
   assert said == [f"{folder.metrics} was deleted, replaced or cut off by something else than this run; {words}"]
 
 
+def test_a_folder_that_is_moved_takes_the_open_file_along_and_may_come_back(folder):
+  said, elsewhere = [], folder.path.with_name("elsewhere")
+  writer = MetricsWriter(folder, warn=said.append)
+  writer.write(1, {"reward/mean": 1})
+  folder.path.rename(elsewhere)
+  writer.write(2, {"reward/mean": 2})
+  assert writer.flush() == 2
+  assert not folder.path.exists()
+  assert set(said) == {f"{folder.path} was moved or deleted; put it back before the next checkpoint, which needs it"}
+  elsewhere.rename(folder.path)
+  writer.write(3, {"reward/mean": 3})
+  writer.close()
+  assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2, 3]
+
+
 def test_rows_after_the_checkpoint_are_dropped_also_those_of_its_step(folder):
   writer = MetricsWriter(folder)
   writer.write(1, {"reward/mean": 1})
