@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from async_rl.models import named_mesh
 from async_rl.rollout._tpu_chips import choose_learners
 from async_rl.rollout._tpu_chips import takes_hosts
+from async_rl.rollout._tpu_chips import takes_one_host
 
 D = TypeVar("D", bound=Any)  # a jax.Device
 
@@ -186,6 +187,21 @@ def _choose_learners(hosts: Sequence[Sequence[D]], count: int) -> Sequence[Seque
     f"{size - count} of {size} on each of {len(hosts)} hosts with {hosts[0][0].device_kind}; the nearest that works is "
     f"generation_devices={nearest}{'' if accepted else ', by which all chips do both'}."
   )
+
+
+def takes_programs(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> bool:
+  """Returns whether the compiler makes programs for the devices of a host together, and not for each alone.
+
+  Args:
+    mesh: devices of one host.
+    devices: all devices of all processes; the default is `jax.devices()`.
+  """
+  if mesh.size == 1 or mesh.devices.flat[0].platform != "tpu":
+    return True
+  hosts = collections.defaultdict(list)
+  for device in jax.devices() if devices is None else devices:
+    hosts[device.process_index].append(device)
+  return takes_one_host(list(hosts.values()))
 
 
 def make_mesh(devices: Sequence[jax.Device], *, fsdp: int = 1, tensor: int = 1) -> Mesh:

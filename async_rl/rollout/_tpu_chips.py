@@ -56,6 +56,12 @@ def takes_hosts(hosts: Sequence[Sequence[D]], count: int) -> bool:
   return chips[0].device_kind != "TPU v5 lite" and 2 * count == len(hosts)
 
 
+def takes_one_host(hosts: Sequence[Sequence[D]]) -> bool:
+  """Returns whether the compiler makes programs for the chips of one host, so that they can generate together."""
+  slices = {getattr(chip, "slice_index", 0) for host in hosts for chip in host}
+  return hosts[0][0].device_kind != "TPU v5 lite" or len(hosts) <= 4 * len(slices)
+
+
 def _rule(hosts: Sequence[Sequence[Any]], count: int) -> Callable[[Any], bool] | None:
   """Returns the function that tells whether a chip learns, for several hosts of two by two chips."""
   if count == 3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,8 +16,9 @@ from async_rl.models import Policy
 from async_rl.models import param_shardings
 from async_rl.models import split_trainable
 from async_rl.models import with_shardings
+from async_rl.rollout._mesh import takes_programs
+from async_rl.rollout._spread_push import SpreadPush
 from async_rl.rollout._weight_link import WeightLink
-from async_rl.rollout._weight_push import Arrived
 from async_rl.rollout._weight_push import Staged
 from async_rl.rollout._weight_push import WeightPush
 
@@ -44,15 +46,17 @@ class WeightStore:
   def __init__(self, policy: Policy, shardings: Params, learner: Mesh, link: WeightLink | None = None):
     abstract = with_shardings(policy.abstract(), param_shardings(policy.abstract(), learner))
     trained, frozen = split_trainable(abstract)
-    self._trained_push = WeightPush(trained, policy.dtype, shardings, link)
-    self._frozen_push = WeightPush(frozen, policy.dtype, shardings, link)
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    kind: Any = WeightPush if takes_programs(mesh) else SpreadPush
+    self._trained_push = kind(trained, policy.dtype, shardings, link)
+    self._frozen_push = kind(frozen, policy.dtype, shardings, link)
     self._linked = link is not None
     self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
     self._monitor = Monitor("the weight store")
     self._published = -1
     self._ready = -1  # the newest version of which all blocks are on the generation mesh
-    self._arrived: Arrived = []  # its blocks, until they are gathered
-    self._arrived_frozen: Arrived = []
+    self._arrived: Any = []  # its blocks, until they are gathered
+    self._arrived_frozen: Any = []
     self._params: Params = {}
     self._frozen: Params = {}  # on the generation mesh, once it is there
     self._push_seconds = 0.0

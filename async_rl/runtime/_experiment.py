@@ -26,6 +26,7 @@ from async_rl.recording._checkpoint import Checkpointer
 from async_rl.rollout._mesh import Meshes
 from async_rl.rollout._mesh import make_mesh
 from async_rl.rollout._mesh import make_meshes
+from async_rl.rollout._mesh import takes_programs
 from async_rl.rollout._prompts import PromptEncoder
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._options import RESUMABLE
@@ -175,13 +176,15 @@ class Experiment:
     )
 
   def make_sampler(self, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh) -> sampling.Sampler:
-    """Makes a sampler of the policy.
+    """Makes a sampler of the policy: engines of one device each where the compiler takes no program of several.
 
     Raises:
       ValueError: if the policy's attention does not run on the mesh's devices.
     """
     models.check_backend(self.policy.attention, mesh.devices.flat[0], self.policy.config.head_dim)
-    return self.sampler(self.policy, config, self.tokenizer.stop_ids, self.tokenizer.pad_id, mesh)
+    pooled = self.sampler is sampling.Engine and not takes_programs(mesh)
+    make = sampling.EnginePool if pooled else self.sampler
+    return make(self.policy, config, self.tokenizer.stop_ids, self.tokenizer.pad_id, mesh)
 
   def make_evaluator(self, learner_mesh: jax.sharding.Mesh) -> sampling.Sampler:
     """Makes a sampler for evaluations on the learner's devices, so that generation goes on and the weights stay put.

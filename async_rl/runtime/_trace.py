@@ -17,6 +17,7 @@ import jax
 from async_rl import models
 from async_rl import sampling
 from async_rl.rollout._mesh import Meshes
+from async_rl.rollout._mesh import takes_programs
 from async_rl.rollout._weight_push import WeightPush
 from async_rl.runtime._experiment import Experiment
 
@@ -49,11 +50,14 @@ class RunTrace(NamedTuple):
     programs: the programs by name: "step", "score" (of runs with a reference policy), "stage" and "gather" of a weight
       push, "prefill", "put" and "decode" of the longest prompts and the longest cache.
     resident: for each side, the trees of ShapeDtypeStructs that its devices hold all the time, by kind.
+    engines: the number of engines that generate in a process: one on each device if the compiler takes no program of
+      several, whose programs are then those of one device; otherwise 1.
   """
 
   meshes: Meshes
   programs: dict[str, RunProgram]
   resident: dict[Side, dict[str, Any]]
+  engines: int = 1
 
 
 def trace_run(experiment: Experiment, devices: Sequence[jax.Device]) -> RunTrace:
@@ -68,7 +72,7 @@ def trace_run(experiment: Experiment, devices: Sequence[jax.Device]) -> RunTrace
     raise ValueError(f"The programs of {experiment.sampler!r} are not known; plan with sampling.Engine.")
   meshes = experiment.make_meshes(devices)
   learner, state = _traced_learner(experiment, meshes)
-  engine, sampler = _traced_engine(experiment, experiment.sampler_config, meshes.generation)
+  engine, sampler = _traced_engine(experiment, experiment.sampler_config, meshes.generation, devices)
   trained = models.split_trainable(state["parameters"])[0]
   push = WeightPush(trained, experiment.policy.dtype, engine.param_shardings).trace()
   programs = {
@@ -81,8 +85,9 @@ def trace_run(experiment: Experiment, devices: Sequence[jax.Device]) -> RunTrace
   programs["put"] = RunProgram("generation", traces["put"], sampler["cache"][0])
   programs["decode"] = RunProgram("generation", traces["decode"], sampler)
   if experiment.options.output.eval_prompts:
-    state = state | _evaluator_arrays(experiment, meshes)
-  return RunTrace(meshes, programs, {"learner": state, "generation": sampler})
+    state = state | _evaluator_arrays(experiment, meshes, devices)
+  engines = 1 if takes_programs(meshes.generation, devices) else meshes.generation.size
+  return RunTrace(meshes, programs, {"learner": state, "generation": sampler}, engines)
 
 
 def _traced_learner(experiment: Experiment, meshes: Meshes) -> tuple[dict[str, RunProgram], dict[str, Any]]:
@@ -99,18 +104,20 @@ def _traced_learner(experiment: Experiment, meshes: Meshes) -> tuple[dict[str, R
 
 
 def _traced_engine(
-  experiment: Experiment, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh
+  experiment: Experiment, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]
 ) -> tuple[sampling.Programs, dict[str, Any]]:
-  """Returns the programs of a sampler and what it keeps."""
+  """Returns the programs of a sampler, or of its engine on the first device if each has one, and what it keeps."""
+  if not takes_programs(mesh, devices):
+    config, (mesh, *_) = sampling.split_engines(config, mesh)
   engine = sampling.Programs(experiment.policy, config, experiment.tokenizer.stop_ids, mesh)
   cache = (engine.layer(*engine.shapes[-1]),) * experiment.policy.config.num_layers
   return engine, {"weights": engine.params, "cache": cache}
 
 
-def _evaluator_arrays(experiment: Experiment, meshes: Meshes) -> dict[str, Any]:
+def _evaluator_arrays(experiment: Experiment, meshes: Meshes, devices: Sequence[jax.Device]) -> dict[str, Any]:
   """Returns what the sampler of evaluations keeps on the learner's devices."""
   config, mesh = experiment.evaluation_setup(meshes.learner)
-  kept = _traced_engine(experiment, config, mesh)[1]
+  kept = _traced_engine(experiment, config, mesh, devices)[1]
   return {f"evaluator's {kind}": arrays for kind, arrays in kept.items()}
 
 

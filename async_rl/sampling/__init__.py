@@ -5,6 +5,8 @@ from async_rl.sampling._draw import draw_tokens
 from async_rl.sampling._draw import sample_key
 from async_rl.sampling._draw import token_uniforms
 from async_rl.sampling._engine import Engine
+from async_rl.sampling._engine_pool import EnginePool
+from async_rl.sampling._engine_pool import split_engines
 from async_rl.sampling._prepare_weights import prepare_weights
 from async_rl.sampling._programs import Programs
 from async_rl.sampling._sampler import Counters

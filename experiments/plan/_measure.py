@@ -165,6 +165,7 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     meshes={side: dict(mesh.shape) for side, mesh in sides.items()},
     hosts=len({d.process_index for d in target.devices()}),
     samplers=len(trace.meshes.samplers),
+    engines=trace.engines,
     colocated=trace.meshes.colocated,
     cache_reads=cache_reads(request, experiment, trace),
     layers=experiment.policy.config.num_layers,

@@ -55,6 +55,7 @@ class Plan:
       the run uses first.
     programs: the programs.
     samplers: the number of hosts that only generate, while the others only learn; 0 if all do both.
+    engines: the number of engines of a host that generates: its chips, where the compiler takes each alone, or 1.
   """
 
   request: Request
@@ -68,6 +69,7 @@ class Plan:
   cache_reads: dict[str, float]
   programs: list[Program]
   samplers: int = 0
+  engines: int = 1
 
   @property
   def hbm(self) -> float:
@@ -157,6 +159,7 @@ def _assemble(request: Request, head: dict[str, Any], found: list[dict[str, Any]
     head["cache_reads"],
     [],
     head["samplers"],
+    head["engines"],
   )
   decoding = [results.get("decode", {}) for results in found]
   if all("costs" in x for x in decoding):

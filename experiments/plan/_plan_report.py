@@ -53,6 +53,7 @@ def _head(plan: Plan) -> Iterator[str]:
   for side, mesh in plan.meshes.items():
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     place = f" of each of the {plan.samplers} hosts that only generate" if plan.samplers else " of each host"
+    place += f", {plan.engines} engines of one chip each" if plan.engines > 1 else ""
     yield f"  {side:10} {axes}{'' if side == 'learner' else place}{', shared' if plan.colocated else ''}"
   yield (
     f"  a chip: {plan.hbm / GIB:.2f} GiB, {chip.flops / 1e12:.0f} TFLOP/s in bfloat16, "

@@ -4,11 +4,13 @@ import dataclasses
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._mesh import split_devices
+from async_rl.rollout._mesh import takes_programs
 
 
 def ids(mesh):
@@ -153,6 +155,15 @@ def test_chips_that_no_compiler_accepts_are_refused_with_the_nearest_that_work(c
 def test_the_split_has_the_first_shape_that_the_compiler_accepts(chips, process, learning, sampling):
   found = split_devices(chips, None, process)
   assert [sorted(chip.id for chip in role) for role in found] == [sampling, learning]
+
+
+def test_on_large_v5e_slices_each_chip_is_taken_alone():
+  for kind, width, height, expected in (("v5 lite", 4, 4, True), ("v5 lite", 4, 8, False), ("v6 lite", 8, 8, True)):
+    chips = np.array(slice_of(kind, width, height))
+    mesh = SimpleNamespace(size=4, devices=chips[:4])
+    assert takes_programs(mesh, list(chips)) == expected
+    assert takes_programs(SimpleNamespace(size=1, devices=chips[:1]), list(chips))
+  assert takes_programs(make_meshes(4).generation)
 
 
 def test_the_last_hosts_sample_and_the_others_learn():

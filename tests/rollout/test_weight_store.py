@@ -16,6 +16,7 @@ from async_rl import models
 from async_rl import sampling
 from async_rl._monitor import Closed
 from async_rl.rollout import _weight_push
+from async_rl.rollout import _weight_store
 from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._weight_store import WeightStore
 
@@ -265,4 +266,28 @@ def test_failed_push_reaches_both_sides(monkeypatch):
     store.latest(at_least=1)
   with pytest.raises(RuntimeError, match="deleted"):
     store.publish(2, make_params(meshes))
+  store.close()
+
+
+@pytest.mark.parametrize(
+  "split", [dict(generation=4, fsdp=4), dict(generation=2, fsdp=3, tensor=2), dict(generation=0)]
+)
+def test_devices_without_a_program_of_several_receive_all_blocks(split, monkeypatch, transfers_are_explicit_and_direct):
+  monkeypatch.setattr(_weight_store, "takes_programs", lambda mesh: False)
+  meshes = make_meshes(**({"generation_tensor": 1} | split))
+  store, wanted = make_store(meshes, ADAPTED), weight_shardings(meshes.generation, ADAPTED)
+  for version in range(2):
+    params = make_params(meshes, version, ADAPTED)
+    with transfers_are_explicit_and_direct():
+      store.publish(version, params)
+      found, got = store.latest(at_least=version)
+      jax.block_until_ready(got)
+    assert found == version
+    assert jax.tree.map(lambda x: x.sharding, got) == wanted
+    expected = expected_weights(version, ADAPTED)
+    assert_equal(got["adapters"], expected["adapters"])
+    assert_equal(got["layers"], expected_weights(0, ADAPTED)["layers"])  # frozen: sent once
+    for copy in range(meshes.generation.size):
+      table = got["ends"]["embed"].addressable_data(copy)
+      np.testing.assert_array_equal(table, expected_weights(0, ADAPTED)["ends"]["embed"])
   store.close()

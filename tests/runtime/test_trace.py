@@ -9,6 +9,7 @@ from tiny import tiny
 
 from async_rl import runtime
 from async_rl import sampling
+from async_rl.runtime import _trace
 
 
 @pytest.fixture
@@ -70,3 +71,15 @@ def test_another_sampler_is_not_planned(experiment):
 
   with pytest.raises(ValueError, match=r"programs of .*Other.* are not known"):
     runtime.trace_run(dataclasses.replace(experiment, sampler=Other), jax.devices())
+
+
+def test_of_an_engine_per_device_the_programs_of_one_are_traced(experiment, monkeypatch):
+  together = runtime.trace_run(experiment, jax.devices())
+  monkeypatch.setattr(_trace, "takes_programs", lambda mesh, devices: False)
+  trace = runtime.trace_run(experiment, jax.devices())
+  assert (trace.engines, together.engines) == (4, 1)
+  for name in ("gather", "decode"):
+    assert {x.sharding.mesh.size for x in jax.tree.leaves(trace.programs[name].trace().in_avals)} == {1}
+  for side, kind in (("generation", "weights"), ("generation", "cache"), ("learner", "evaluator's cache")):
+    held = [runtime.bytes_per_device(t.resident[side][kind]) for t in (trace, together)]
+    assert held[0] == held[1]
