@@ -21,6 +21,7 @@ from async_rl.learning._learner_metrics import Collected
 from async_rl.learning._learner_metrics import batch_metrics
 from async_rl.learning._learner_metrics import optimizer_metrics
 from async_rl.learning._learning_rate import scheduled_rates
+from async_rl.learning._loss_scale import pull_back
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
 from async_rl.learning._objective import Objective
@@ -215,17 +216,20 @@ class Learner(PlacedModel):
       out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
       return *self.objective.aggregate(out.loss, mask), logprobs, out.clipped, out.keep
 
-    def numerator_of(copies, m):
-      rows, mask = micro_batch(batch, m)
-      stats = self._copied_score({**frozen, **copies}, rows)
-      logprobs, entropy = (self._planes.enter(x, batch) for x in (stats.logprobs, stats.entropy))
+    def numerator_of(logprobs, entropy, mask):
+      logprobs, entropy = (self._planes.enter(x, batch) for x in (logprobs, entropy))
       mask = self._planes.mask(mask, batch)
       numerator, denominator, logprobs, clipped, keep = jax.vmap(part_loss)(logprobs, mask)
       return jnp.sum(numerator), (numerator, denominator, mask, Collected(logprobs, entropy, clipped, keep))
 
     def body(m, carry):
       grads, total, loss, collected = carry
-      g, (numerator, denominator, mask, new) = jax.grad(numerator_of, has_aux=True)(copies, m)
+      rows, mask = micro_batch(batch, m)
+      stats, pull = jax.vjp(lambda copies: self._copied_score({**frozen, **copies}, rows), copies)
+      by_logprobs = jax.grad(numerator_of, has_aux=True)
+      cotangent, (numerator, denominator, mask, new) = by_logprobs(stats.logprobs, stats.entropy, mask)
+      nothing = jnp.zeros_like(cotangent)
+      (g,) = pull_back(lambda x: pull(models.TokenStats(x, nothing, nothing)), cotangent, self.policy.dtype)
       grads = jax.tree.map(jnp.add, grads, g)
       collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
       return grads, total + denominator, loss + numerator, collected

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from async_rl import losses
 from async_rl import models
 from async_rl.learning._batch import BatchShape
+from async_rl.learning._loss_scale import pull_back
 from async_rl.learning._placement import PlacedModel
 from async_rl.learning._placement import collect
 from async_rl.learning._placement import micro_batch
@@ -46,6 +47,7 @@ class PairLearner(PlacedModel):
     model = model.with_mesh(mesh)
     super().__init__(model, optimizer, shape, mesh)
     self._values = model.values
+    self._dtype = model.policy.dtype
     self._step = jax.jit(self._train, donate_argnums=0, out_shardings=(self.state_shardings, self._replicated))
 
   def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -75,12 +77,14 @@ class PairLearner(PlacedModel):
     """Sum over the texts of coefficient times the gradient of the value."""
     trainable, frozen = models.split_trainable(params)
 
-    def weighted(trainable, m):
-      rows, mask = micro_batch(batch, m)
-      values = to_loss_plane(self._values({**frozen, **trainable}, *rows), batch)
-      return jnp.sum(jnp.where(mask, coefficients[:, None] * values, 0.0))
-
     def body(m, total):
-      return jax.tree.map(jnp.add, total, jax.grad(weighted)(trainable, m))
+      rows, mask = micro_batch(batch, m)
+
+      def values_of(trainable):
+        return to_loss_plane(self._values({**frozen, **trainable}, *rows), batch)
+
+      _, pull = jax.vjp(values_of, trainable)
+      (g,) = pull_back(pull, jnp.where(mask, coefficients[:, None], 0.0), self._dtype)
+      return jax.tree.map(jnp.add, total, g)
 
     return jax.lax.fori_loop(0, batch.used, body, jax.tree.map(jnp.zeros_like, trainable))

@@ -62,8 +62,8 @@ def adapted(lora: LoRA, adapters: Params, name: str, x: Array, y: Array) -> Arra
   """Returns y, the output of linear map `name` of one layer for input x, with the layer's adapter added."""
   if name not in adapters:
     return y
-  a, b = (adapters[name][part].astype(x.dtype) for part in ("a", "b"))
-  return y + (x @ a) @ b * jnp.asarray(lora.scale, x.dtype)
+  x, a, b = (z.astype(y.dtype) for z in (x, adapters[name]["a"], adapters[name]["b"]))
+  return y + (x @ a) @ b * jnp.asarray(lora.scale, y.dtype)
 
 
 def split_trainable(params: Params) -> tuple[Params, Params]:

@@ -27,8 +27,10 @@ class Pretrained:
   lora_rank: int = 0
   #: Values that the learner's backward pass recomputes: none, attention or full.
   remat: str = "attention"
-  #: Compute dtype, float32 or bfloat16.
+  #: Compute dtype: float32, bfloat16, or float16 (not on TPUs), with which sampler and learner agree best.
   dtype: str = "bfloat16"
+  #: Dtype of the residual stream; None: the compute dtype, or float32 with float16.
+  residual_dtype: str | None = None
   #: Backend of attention: auto, xla, cudnn (GPUs), splash (TPUs), or ragged (splash, and its own kernel to decode).
   attention: str = "auto"
 
@@ -47,7 +49,7 @@ class Pretrained:
 
   def _policy(self, config: models.ModelConfig) -> models.Policy:
     lora = models.LoRA(self.lora_rank) if self.lora_rank else None
-    return models.Policy(config, self.dtype, self.attention, self.remat, lora=lora)
+    return models.Policy(config, self.dtype, self.attention, self.remat, lora=lora, residual_dtype=self.residual_dtype)
 
   def load(self, run: StageInputs) -> models.Params:
     """Loads them onto the learner mesh; a stage."""

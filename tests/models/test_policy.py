@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +184,29 @@ def test_bad_configs_are_refused(change, message):
     dataclasses.replace(reference.LLAMA, **change)
 
 
-@pytest.mark.parametrize("change", [{"remat": "all"}, {"dtype": "float16"}, {"attention": "flash"}])
+@pytest.mark.parametrize(
+  "change", [{"remat": "all"}, {"dtype": "float8"}, {"residual_dtype": "int8"}, {"attention": "flash"}]
+)
 def test_bad_policies_are_refused(change):
   with pytest.raises(ValueError, match=next(iter(change.values()))):
     models.Policy(reference.LLAMA, **change)
+
+
+def test_float16_is_refused_on_tpus(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(platform="tpu")])
+  with pytest.raises(ValueError, match="dtype='float16' is not for TPUs, .* choose dtype='bfloat16'"):
+    models.Policy(reference.LLAMA, dtype="float16")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float16_with_a_float32_residual_stream_is_close_to_float32(name):
+  policy, params = make(name)
+  tokens, segments, positions = rows()
+  exact = np.asarray(policy.hidden(params, tokens, segments, positions))
+
+  def error(**dtypes):
+    hidden = models.Policy(CONFIGS[name], **dtypes).hidden(params, tokens, segments, positions)
+    assert hidden.dtype == dtypes["dtype"]
+    return float(np.abs(np.asarray(hidden, np.float32) - exact).mean())
+
+  assert error(dtype="float16") < error(dtype="bfloat16") / 4
