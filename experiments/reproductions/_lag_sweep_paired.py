@@ -12,7 +12,9 @@ import numpy as np
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
+from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
+from experiments.reproductions._lag_sweep_run import CURVES
 from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
 
@@ -145,6 +147,17 @@ class Study:
       lines.append(line)
     header = [f"lag {lag}" if lag else "no lag", "rate", "accuracy", "minus sync"]
     return grid(header + (["minus sync, OPOB exact", "control", "minus control"] if lag else []), lines)
+
+  def diagnostics(self, lags: Iterable[int]) -> str:
+    """Returns a row per configuration: recorded quantities as means over all updates and seeds."""
+    names = ("ess", "kl", "clipped", "cosine", "entropy")
+    rows = []
+    for row in (row for lag in lags for row in self.rows[lag]):
+      method, lag, rate = self.fresh.configs[row.config]
+      curves = dict(zip(CURVES, self.fresh.curves[row.config].astype(np.float32), strict=True))
+      values = [number(float(curves[name].mean())) for name in names]
+      rows.append([method, str(lag), rate_text(rate), number(float(self.fresh.accuracy[row.config].mean())), *values])
+    return grid(["method", "lag", "rate", "accuracy", *names], rows)
 
   def _difference(self, index: int, other: int | None) -> str:
     if other is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Collection
 from collections.abc import Iterable
 
 import numpy as np
@@ -37,13 +38,15 @@ class Table:
   curves: np.ndarray
 
   @classmethod
-  def of(cls, results: Results, task: str) -> Table:
-    """Condenses the runs of a task."""
-    seeds = sorted({run.seed for run in results.curves if run.task == task})
+  def of(cls, results: Results, task: str, among: Collection[int] | None = None) -> Table:
+    """Condenses the runs of a task, on the seeds *among* or on all."""
+    made = {run: curves for run, curves in results.curves.items() if run.task == task}
+    if among is not None:
+      made = {run: curves for run, curves in made.items() if run.seed in among}
+    seeds = sorted({run.seed for run in made})
     rows: dict[tuple[str, int, float], dict[int, np.ndarray]] = {}
-    for run, curves in results.curves.items():
-      if run.task == task:
-        rows.setdefault((run.method, run.lag, round(run.rate, 10)), {})[run.seed] = curves.astype(np.float32)
+    for run, curves in made.items():
+      rows.setdefault((run.method, run.lag, round(run.rate, 10)), {})[run.seed] = curves.astype(np.float32)
     accuracy = np.full((len(rows), len(seeds)), np.nan, np.float32)
     for i, row in enumerate(rows.values()):
       for seed, curves in row.items():
@@ -87,13 +90,6 @@ class Table:
   def difference(self, row: int, other: int) -> Interval:
     """Returns the accuracy of *row* minus that of *other*, paired by seed, over the seeds that both have."""
     return interval(self.accuracy[row] - self.accuracy[other])
-
-  def on(self, seeds: Iterable[int]) -> Table:
-    """Returns the table of the runs on *seeds*, with the configurations that have any; curves stay means over all."""
-    kept = [seed for seed in self.seeds if seed in set(seeds)]
-    accuracy = self.accuracy[:, [self.seeds.index(seed) for seed in kept]]
-    rows = [i for i, values in enumerate(accuracy) if not np.isnan(values).all()]
-    return Table([self.configs[i] for i in rows], kept, accuracy[rows], self.curves[rows])
 
   def complete(self) -> Table:
     """Returns the table of the configurations that were run on every seed."""

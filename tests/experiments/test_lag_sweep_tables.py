@@ -100,6 +100,17 @@ def _table(rows: dict[tuple[str, int, float], list[float]], seeds: list[int]) ->
   return tables.Table(list(rows), seeds, np.array(list(rows.values()), np.float32), curves)
 
 
+def test_a_table_of_some_seeds_has_their_runs_alone(tmp_path):
+  results = plans.Results(tmp_path)
+  made = [plans.Run("ch4", "PPO", 10, 1e-4, seed) for seed in (3, 4)] + [plans.Run("ch4", "TOPR", 10, 1e-4, 4)]
+  curves = {name: np.array([[0.2] * 6, [0.4] * 6, [0.5] * 6]) for name in runs.CURVES}
+  results.add(made, curves, {3: 1, 4: 2})
+  table = tables.Table.of(results, "ch4", {3})
+  assert (table.configs, table.seeds) == ([("PPO", 10, 1e-4)], [3])
+  np.testing.assert_allclose(table.accuracy, [[0.2]], rtol=1e-3)
+  np.testing.assert_allclose(table.curves[0], 0.2, rtol=1e-3)
+
+
 def test_differences_are_paired_by_seed():
   table = _table({("PPO", 10, 1e-4): [0.1, 0.5, np.nan], ("sync", 0, 1e-4): [0.2, 0.6, 0.9]}, [3, 4, 5])
   got = table.difference(0, 1)

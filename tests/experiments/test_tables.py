@@ -92,7 +92,7 @@ def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
 
 def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose():
   study = tables.later()
-  tried = tables.later_runs().on(tables.TRIED)
+  tried = tables.tried()
   rows = [row for lag in (10, 32) for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()]
   assert len(rows) >= 10
   for row in rows:
@@ -179,6 +179,13 @@ def test_two_studies_together_pair_each_with_its_own_sync(study):
   assert paired.shared([study, other]) == [("PPO", 10, 2e-4)]
   *_, line = paired.together([study, other], 1).splitlines()
   assert line == "| PPO | 10 | 2e-4 | **−.100 ± .000** | **−.100 ± .000** | **−.100 ± .000** |"
+
+
+def test_diagnostics_are_means_over_a_run():
+  fresh = _table({("sync", 0, 2e-4): [0.6, 0.8], ("PPO", 10, 2e-4): [0.5, 0.7]})
+  fresh.curves[1, runs.CURVES.index("kl")] = [0.0, 0.5, 1.0, 1.5]
+  text = paired.Study(fresh, [fresh], (0, 10)).diagnostics((10,))
+  assert text.splitlines()[2:] == ["| PPO | 10 | 2e-4 | .60 | .00 | .75 | .00 | .00 | .00 |"]
 
 
 def test_a_rate_at_the_edge_is_starred():
