@@ -111,6 +111,20 @@ def list_folder(path: Path) -> list[Path]:
   return [path / name for name in sorted(names)]
 
 
+def write_text(path: Path, text: str) -> None:
+  """Writes a file in one step: whatever happens, it has its old content or the new one."""
+  if not isinstance(path, pathlib.Path):
+    path.write_text(text)  # an object appears as a whole
+    return
+  draft = path.with_suffix(".tmp")
+  try:
+    draft.write_text(text)
+    draft.replace(path)
+  except OSError:
+    draft.unlink(missing_ok=True)
+    raise
+
+
 def move(source: Path, target: Path) -> None:
   """Moves a file or a folder to where nothing is; in a bucket one object after the other."""
   if isinstance(source, pathlib.Path):

@@ -22,6 +22,7 @@ import numpy as np
 from async_rl._buckets import Mirror
 from async_rl._paths import Path
 from async_rl._paths import open_text
+from async_rl._paths import write_text
 from async_rl.recording._run_folder import RunFolder
 from async_rl.types import Group
 
@@ -160,9 +161,7 @@ class MetricsWriter:
   def _open_lines(self, lines: Sequence[str]) -> None:
     """Puts a file of these lines in the place of what is there, in one step, and opens it."""
     path = self._mirrors[0].local
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(lines))
-    temporary.replace(path)
+    write_text(path, "".join(lines))
     self._lines: TextIO = path.open("a+")
     self._size = path.stat().st_size
     self.rows = len(lines)

@@ -13,6 +13,7 @@ import shlex
 import socket
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 from typing import TextIO
 
@@ -24,6 +25,7 @@ from async_rl._paths import delete
 from async_rl._paths import list_folder
 from async_rl._paths import make_folder
 from async_rl._paths import move
+from async_rl._paths import write_text
 from async_rl.recording._bucket_lock import BucketLock
 from async_rl.recording._bucket_lock import InUseError
 
@@ -36,12 +38,14 @@ _ENTRIES = frozenset(
     _MARK,
     "base",
     "checkpoints",
+    "config.tmp",
     "config.txt",
     "damaged",
     "metrics.jsonl",
     "metrics.tmp",
     "reference",
     "report.png",
+    "run.tmp",
     "schedule.jsonl",
     "tensorboard",
     "wandb",
@@ -164,15 +168,15 @@ class RunFolder:
       _check_no_foreign_files(path)
       make_folder(path)
       lock = _take_lock(path, now)
+      if not ((path / _MARK).exists() and (path / _REPLACED / _MARK).exists()):
+        _put_back(path)  # what an earlier start set aside and could not replace
       _check_no_foreign_files(path)
       resumed = (path / _MARK).exists() and not overwrite
       if resumed:
         _check_same(path, fingerprint)
+        write_text(path / "config.txt", config_text)
       else:
-        _set_aside(path)
-      if not resumed:
-        (path / _MARK).write_text(json.dumps(fingerprint, indent=2) + "\n")
-      (path / "config.txt").write_text(config_text)
+        _begin(path, fingerprint, config_text)
       return cls(path, resumed, lock)
     except BaseException as error:
       if lock is not None:
@@ -207,16 +211,15 @@ class RunFolder:
   def discard_replaced(self) -> None:
     """Deletes the run that this one replaces; call it once this one has begun."""
     with contextlib.suppress(OSError):
+      for entry in _mark_last(list_folder(self.path / _REPLACED)):
+        delete(entry)
       delete(self.path / _REPLACED)
 
   def remove(self) -> None:
     """Deletes what this run wrote, puts back the run that it replaced, and releases the lock."""
     for entry in _entries_of_run(self.path):
       delete(entry)
-    replaced = self.path / _REPLACED
-    for entry in list_folder(replaced):
-      move(entry, self.path / entry.name)
-    delete(replaced)
+    _put_back(self.path)
     if isinstance(self.path, pathlib.Path) and [entry.name for entry in list_folder(self.path)] == [_LOCK]:
       delete(self.path)
     self.close()
@@ -232,7 +235,7 @@ def find_checkpoints(path: str | Path) -> Path:
   check_access(path, checkpoints=True)
   if not (path / _MARK).exists():
     raise RunFolderError(f"{describe_missing_run(path, _MARK)}; give the folder of a run")
-  if not any(entry.name.isdecimal() for entry in list_folder(path / "checkpoints")):
+  if not _has_checkpoint(path):
     raise RunFolderError(f"the run in {path} has no checkpoint yet; wait for its first one")
   return path / "checkpoints"
 
@@ -289,7 +292,9 @@ def _lock_file(path: pathlib.Path) -> TextIO:
 
 def _check_no_foreign_files(path: Path) -> None:
   names = {entry.name for entry in list_folder(path)}
-  if _MARK not in names and any(name != _LOCK and not name.startswith(PROBE) for name in names):
+  holds_run = _MARK in names or (path / _REPLACED / _MARK).exists()
+  ours = {_LOCK, _REPLACED, "run.tmp"}
+  if not holds_run and any(name not in ours and not name.startswith(PROBE) for name in names):
     raise RunFolderError(f"{path} contains files that do not belong to a run: choose another folder")
 
 
@@ -298,14 +303,49 @@ def _entries_of_run(path: Path) -> list[Path]:
   return [entry for entry in list_folder(path) if entry.name in _ENTRIES or _OTHER_SCHEDULE.fullmatch(entry.name)]
 
 
+def _begin(path: Path, fingerprint: Mapping[str, Any], config_text: str) -> None:
+  """Begins a run in the folder; the run that this holds is set aside."""
+  _set_aside(path)
+  try:
+    write_text(path / _MARK, json.dumps(fingerprint, indent=2) + "\n")
+    write_text(path / "config.txt", config_text)
+  except OSError:
+    delete(path / _MARK)
+    _put_back(path)
+    raise
+
+
 def _set_aside(path: Path) -> None:
-  """Moves a run into a folder of its own within its folder; one that lies there already is the older of the two."""
+  """Moves a run into a folder of its own within its folder.
+
+  If one lies there already, that is the older of the two; it is kept in place of the newer one if this never began.
+  """
   entries = _entries_of_run(path)
+  if list_folder(path / _REPLACED) and not _has_checkpoint(path):
+    for entry in entries:
+      delete(entry)
+    return
   if entries:
     delete(path / _REPLACED)
     make_folder(path / _REPLACED)
-  for entry in entries:
+  for entry in _mark_last(entries):
     move(entry, path / _REPLACED / entry.name)
+
+
+def _put_back(path: Path) -> None:
+  """Moves what was set aside to its place, where nothing is."""
+  for entry in _mark_last(list_folder(path / _REPLACED)):
+    move(entry, path / entry.name)
+  delete(path / _REPLACED)
+
+
+def _mark_last(entries: Sequence[Path]) -> list[Path]:
+  """Sorts entries so that a folder has its mark as long as it has anything else."""
+  return sorted(entries, key=lambda entry: entry.name == _MARK)
+
+
+def _has_checkpoint(path: Path) -> bool:
+  return any(entry.name.isdecimal() for entry in list_folder(path / "checkpoints"))
 
 
 def _check_same(path: pathlib.Path, fingerprint: Mapping[str, Any]) -> None:

@@ -1,11 +1,15 @@
 """A folder holds one run of one process: the same resumes, another is refused, nothing foreign is deleted."""
 
+import errno
+import itertools
+import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from async_rl.recording import _run_folder
 from async_rl.recording._run_folder import RunFolder
 from async_rl.recording._run_folder import RunFolderError
 
@@ -135,3 +139,114 @@ def test_another_process_joins_the_folder_that_the_first_has_opened(tmp_path):
     second.schedule.touch()
   RunFolder.open(tmp_path / "run", "text", RUN, overwrite=True).close()
   assert not second.schedule.exists()
+
+
+class Killed(BaseException):
+  """Stands in for the end of the process at this point."""
+
+
+def make_old_run(path):
+  """Writes a run with a checkpoint; returns its files and their content."""
+  RunFolder.open(path, "old", {"seed": 0}).close()
+  (path / "checkpoints" / "4").mkdir(parents=True)
+  (path / "checkpoints" / "4" / "params").write_text("old")
+  (path / "metrics.jsonl").write_text("old")
+  (path / "exported").mkdir()  # not of a run
+  (path / "exported" / "config.json").write_text("old")
+  return content(path)
+
+
+def content(path):
+  return {str(x.relative_to(path)): x.read_text() for x in path.rglob("*") if x.is_file() and x.name != ".lock"}
+
+
+def ends_after(function, count):
+  """`function` until it was called `count` times; then the process ends."""
+  calls = itertools.count()
+
+  def limited(*args):
+    if next(calls) == count:
+      raise Killed
+    return function(*args)
+
+  return limited
+
+
+@pytest.mark.parametrize("failing", ["run.json", "config.txt"])
+def test_a_run_is_put_back_if_the_disk_is_too_full_to_replace_it(tmp_path, monkeypatch, failing):
+  old = make_old_run(tmp_path)
+  write = _run_folder.write_text
+
+  def full(path, text):
+    if path.name == failing:
+      raise OSError(errno.ENOSPC, "No space left on device")
+    write(path, text)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(_run_folder, "write_text", full)
+    with pytest.raises(RunFolderError, match="cannot write the run folder .*: No space left on device"):
+      RunFolder.open(tmp_path, "new", {"seed": 1}, overwrite=True)
+  assert content(tmp_path) == old
+  with RunFolder.open(tmp_path, "old", {"seed": 0}) as folder:
+    assert folder.resumed
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_run_that_was_being_set_aside_when_the_process_ended_is_whole_at_the_next_start(tmp_path, monkeypatch, moves):
+  old = make_old_run(tmp_path)
+  with monkeypatch.context() as patch:
+    patch.setattr(_run_folder, "move", ends_after(_run_folder.move, moves))
+    with pytest.raises(Killed):
+      RunFolder.open(tmp_path, "new", {"seed": 1}, overwrite=True)
+  with RunFolder.open(tmp_path, "old", {"seed": 0}) as folder:
+    assert folder.resumed
+  assert content(tmp_path) == old
+
+
+def test_a_process_that_ends_between_setting_aside_and_beginning_loses_nothing(tmp_path, monkeypatch):
+  old = make_old_run(tmp_path)
+  with monkeypatch.context() as patch:
+    patch.setattr(_run_folder, "write_text", ends_after(_run_folder.write_text, 0))
+    with pytest.raises(Killed):
+      RunFolder.open(tmp_path, "new", {"seed": 1}, overwrite=True)
+  with RunFolder.open(tmp_path, "old", {"seed": 0}) as folder:
+    assert folder.resumed
+  assert content(tmp_path) == old
+
+
+@pytest.mark.parametrize("deletions", range(5))
+def test_a_new_run_stays_as_it_is_if_the_process_ends_while_the_old_one_is_deleted(tmp_path, monkeypatch, deletions):
+  make_old_run(tmp_path)
+  folder = RunFolder.open(tmp_path, "new", {"seed": 1}, overwrite=True)
+  folder.metrics.write_text("new")
+  with monkeypatch.context() as patch:
+    patch.setattr(_run_folder, "delete", ends_after(_run_folder.delete, deletions))
+    with pytest.raises(Killed):
+      folder.discard_replaced()
+  folder.close()
+  with RunFolder.open(tmp_path, "new", {"seed": 1}) as folder:
+    assert folder.resumed
+    folder.discard_replaced()
+  assert set(content(tmp_path)) == {"run.json", "config.txt", "metrics.jsonl", "exported/config.json"}
+  assert folder.metrics.read_text() == "new"
+
+
+def test_a_run_is_put_back_also_if_two_others_in_its_place_never_began(tmp_path):
+  old = make_old_run(tmp_path)
+  RunFolder.open(tmp_path, "new", {"seed": 1}, overwrite=True).close()  # its process was killed
+  with RunFolder.open(tmp_path, "newer", {"seed": 2}, overwrite=True) as folder:
+    folder.remove()
+  assert content(tmp_path) == old
+
+
+def test_what_a_full_disk_leaves_of_a_new_folder_is_no_obstacle(tmp_path, monkeypatch):
+  def full(self, text):
+    self.touch()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(RunFolderError, match="No space left"):
+      RunFolder.open(tmp_path / "run", "text", {"seed": 0})
+  with RunFolder.open(tmp_path / "run", "text", {"seed": 0}) as folder:
+    assert not folder.resumed
