@@ -289,14 +289,14 @@ def dppo(
   """
   log_p = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(logprobs, jnp.float32)), 0.0)
   log_q = log_p - jax.lax.stop_gradient(log_ratios(logprobs, behavior, mask))
-  p, q = (jnp.minimum(jnp.exp(x), 1.0) for x in (log_p, log_q))
-  distance = _binary_kl(q, p, log_q - log_p) if kl else jnp.abs(p - q)
+  log_p, log_q = (jnp.minimum(x, 0.0) for x in (log_p, log_q))
+  p, q = jnp.exp(log_p), jnp.exp(log_q)
+  distance = _binary_kl(log_q, log_p) if kl else jnp.abs(p - q)
   outwards = jnp.where(per_token(advantages, mask) > 0, p > q, p < q)
   return restrict(inner(logprobs, behavior, advantages, mask), ~(outwards & (distance > bound)))
 
 
-def _binary_kl(q: jax.Array, p: jax.Array, log_ratio: jax.Array) -> jax.Array:
-  """Returns q log(q/p) + (1 − q) log((1 − q)/(1 − p)) with log_ratio = log(q/p)."""
-  tiny = jnp.finfo(jnp.float32).tiny
-  others = jnp.log(jnp.maximum(1.0 - q, tiny)) - jnp.log(jnp.maximum(1.0 - p, tiny))
-  return q * log_ratio + (1.0 - q) * others
+def _binary_kl(log_q: jax.Array, log_p: jax.Array) -> jax.Array:
+  """Returns q log(q/p) + (1 − q) log((1 − q)/(1 − p)); what float32 rounds to p = 1 counts as 1 − p = 1.2e-7."""
+  other_q, other_p = (jnp.maximum(-jnp.expm1(x), jnp.finfo(jnp.float32).eps) for x in (log_q, log_p))
+  return jnp.exp(log_q) * (log_q - log_p) + other_q * (jnp.log(other_q) - jnp.log(other_p))

@@ -237,6 +237,13 @@ def test_sat_contracts_nothing_where_nothing_is_stale():
   )
 
 
+def test_dppo_keeps_tokens_whose_probability_is_rounded_to_one():
+  """By KL: from 1 - 3e-3 to 1 is .03 nats in float32, where 1 - p is 1.2e-7 at least; from .98 it is .22."""
+  mu, one = jnp.log(jnp.array([[0.997, 0.98]])), jnp.ones((1, 2), bool)
+  out = losses.CORRECTIONS["dppo_kl"](jnp.zeros((1, 2)), mu, jnp.ones(1), one)
+  np.testing.assert_array_equal(out.keep, [[True, False]])
+
+
 def test_second_moment_threshold_treats_equal_values_alike():
   # Squares 0, .07, .07: two of them have mean .035, all three .047. Equal tokens are rejected together.
   ratios = jnp.sqrt(jnp.array([[0.0, 0.07, 0.07]]))
