@@ -41,7 +41,7 @@ AGGREGATIONS: Mapping[str, Aggregate] = types.MappingProxyType(
 
 #: The aggregation a correction was published with, where that is not `sequence_mean`.
 PUBLISHED_AGGREGATIONS: Mapping[str, str] = types.MappingProxyType(
-  {"cispo": "token_mean", "dapo": "token_mean", "m2po": "token_mean", "topr": "sum"}
+  {"cispo": "token_mean", "dapo": "token_mean", "m2po": "token_mean", "m2po_signed": "token_mean", "topr": "sum"}
 )
 
 #: Names that `objective` takes.

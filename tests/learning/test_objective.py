@@ -123,7 +123,13 @@ def test_what_is_not_needed_is_not_computed():
 
 @pytest.mark.parametrize(
   ("name", "expected"),
-  [("sequence_tis", "sequence_mean"), ("m2po", "token_mean"), ("topr", "sum"), ("dapo", "token_mean")],
+  [
+    ("sequence_tis", "sequence_mean"),
+    ("m2po", "token_mean"),
+    ("m2po_signed", "token_mean"),
+    ("topr", "sum"),
+    ("dapo", "token_mean"),
+  ],
 )
 def test_corrections_are_aggregated_as_published_unless_told_otherwise(name, expected):
   assert learning.objective(name).aggregate is learning.AGGREGATIONS[expected]
