@@ -34,7 +34,8 @@ def score_centering(
   with ρ = (1 − Σ_H q) / (1 − Σ_H p), which stands for the tokens outside of H. Over the whole vocabulary it is exact.
 
   Args:
-    logprobs: [B, T, H] log π_θ of the head's tokens, under the policy being trained; the gradient flows.
+    logprobs: [B, T, H] log π_θ of the head's tokens, under the policy being trained; the gradient flows. Tokens that
+      neither policy can draw may have −inf.
     behavior: [B, T, H] log μ of the same tokens, of the whole vocabulary's distribution (not renormalized).
     advantages: [B], or [B, T] where they differ by token; no gradient flows.
     mask: bool [B, T], the trained tokens.
@@ -64,6 +65,8 @@ def score_centering(
   tail_p, tail_q = (1.0 - jnp.sum(x, axis=-1, keepdims=True) for x in (p, q))
   rho = jnp.maximum(tail_q, 0.0) / jnp.maximum(tail_p, _MIN_TAIL)
   rest = jnp.where(rho > 0, rho * weight(1.0 / jnp.where(rho > 0, rho, 1.0)), 0.0)
-  coefficients = jax.lax.stop_gradient(q * weight(clamped_exp(fixed - log_q)) - rest * p)
-  centering = per_token(advantages, mask) * jnp.sum(coefficients * logprobs, axis=-1)
+  ratios = clamped_exp(jnp.where(q > 0, fixed - log_q, 0.0))
+  coefficients = jax.lax.stop_gradient(q * weight(ratios) - rest * p)
+  terms = coefficients * jnp.where(coefficients == 0, 0.0, logprobs)
+  centering = per_token(advantages, mask) * jnp.sum(terms, axis=-1)
   return jnp.where(mask, centering, 0.0)

@@ -85,3 +85,16 @@ def test_masked_entries_are_never_read():
   assert np.isfinite(gradient).all()
   with pytest.raises(ValueError, match="behavior"):
     losses.score_centering(log_p, log_q[:, :2], advantages, mask)
+
+
+def test_tokens_that_neither_policy_can_draw_change_nothing():
+  """As those that pad a vocabulary, whose logits are -inf."""
+  log_p, log_q, advantages, mask = batch()
+  wide = [np.pad(x, [(0, 0), (0, 0), (0, 2)], constant_values=-np.inf) for x in (log_p, log_q)]
+  both = lambda log_p, log_q: jax.value_and_grad(
+    lambda x: losses.score_centering(jax.nn.log_softmax(x), log_q, advantages, mask).sum()
+  )(log_p)
+  (value, gradient), (wanted, wanted_gradient) = both(*wide), both(log_p, log_q)
+  np.testing.assert_allclose(value, wanted, rtol=1e-6)
+  np.testing.assert_allclose(gradient[..., :-2], wanted_gradient, atol=1e-6)
+  assert not gradient[..., -2:].any()
