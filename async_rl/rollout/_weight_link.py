@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-#: The connections over which the blocks of one process travel side by side; JAX takes as many by default.
+#: The connections over which the blocks of one process travel side by side.
 _STREAMS = 4
 #: The most pushes of one channel, and the most processes that sample.
 _PUSHES, _SAMPLERS = 2**32, 2**12
@@ -34,7 +34,8 @@ class WeightLink:
     self, index: int, learners: Sequence[int], samplers: Sequence[int], gather: Callable[[bytes], list[bytes]]
   ):
     host = _own_address()
-    server = transfer.start_transfer_server(jax.local_devices()[0].client, "[::]:0", [f"{host}:0"] * _STREAMS)
+    anywhere = "[::]:0" if ":" in host else "0.0.0.0:0"  # not every host has IPv6, or takes IPv4 by its sockets
+    server = transfer.start_transfer_server(jax.local_devices()[0].client, anywhere, [f"{host}:0"] * _STREAMS)
     addresses = gather(f"{host}:{server.address().rpartition(':')[2]}".encode())
     partners = {sampler: learners[rank % len(learners)] for rank, sampler in enumerate(samplers)}
     self._server = server
