@@ -16,7 +16,8 @@ def pull_back(pull: Callable[[Array], Any], cotangent: Array, dtype: str) -> Any
 
   Between the two, float16 rounds all below 6e-5 coarsely and all below 3e-8 to zero. So the cotangent is multiplied by
   the power of two that brings its largest entry to 0.5..1, and the gradient, in float32, is divided by it: exact, and
-  no scale to be found by trial. The other dtypes have the exponents of float32.
+  no scale to be found by trial. Where a sum over tokens still exceeds 65504, the step is skipped; fewer tokens in a
+  micro-batch help. The other dtypes have the exponents of float32.
 
   Args:
     pull: the linear map from a cotangent to a tree of float32 gradients.

@@ -192,6 +192,11 @@ def test_bad_policies_are_refused(change):
     models.Policy(reference.LLAMA, **change)
 
 
+def test_a_residual_stream_in_float16_needs_the_loss_scaling_of_float16():
+  with pytest.raises(ValueError, match="may be 'float16' with dtype='float16' only, got dtype='bfloat16'"):
+    models.Policy(reference.LLAMA, dtype="bfloat16", residual_dtype="float16")
+
+
 def test_float16_is_refused_on_tpus(monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(platform="tpu")])
   with pytest.raises(ValueError, match="dtype='float16' is not for TPUs, .* choose dtype='bfloat16'"):
