@@ -25,6 +25,7 @@ from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_table import Table
+from experiments.reproductions._lag_sweep_table import rate_text
 
 PAGES = pathlib.Path(__file__).parent
 FRESH = reports.RESULTS / "fresh_seeds"
@@ -74,10 +75,32 @@ def counts(study: paired.Study) -> str:
   )
 
 
+#: What might be advised in place of TOPR at a lag, at the rates of the studies.
+RIVALS = (
+  ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4),
+  ("sequence PPO, momentum .97", 10, 2e-4),
+  ("VESPO", 10, 2e-4),
+  ("DPPO", 10, 1e-4),
+  ("sequence PPO + OPOB, exact", 32, 1e-4),
+  ("VESPO", 32, 2e-4),
+  ("DPPO", 32, 1e-4),
+)
+
+
 def comparisons() -> int:
-  """Returns the number of comparisons of both studies, and of those over the seeds of both."""
+  """Returns the number of comparisons of both studies, of those over the seeds of both, and of those with TOPR."""
   studies = study(), later()
-  return sum(x.comparisons for x in studies) + len(paired.shared(studies))
+  return sum(x.comparisons for x in studies) + len(paired.shared(studies)) + len(RIVALS)
+
+
+def rivals() -> str:
+  """Returns a row per rival of TOPR: their difference at the same lag, on the seeds of the studies that have both."""
+  rows = []
+  for method, lag, rate in RIVALS:
+    having = [x for x in (study(), later()) if rate in x.fresh.rates(method, lag)]
+    values = np.concatenate([x.accuracy(method, lag, rate) - x.accuracy("TOPR", lag, 2e-4) for x in having])
+    rows.append([method, str(lag), rate_text(rate), str(len(values)), verdict(values, comparisons())])
+  return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
 
 
 #: The answer in short: lag, what to use, and the configuration that was measured.
@@ -104,8 +127,9 @@ def answers() -> str:
 #: The tables by name.
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
-  "all comparisons": lambda: f"{comparisons()} comparisons in both studies and over the seeds of both.",
+  "all comparisons": lambda: f"{comparisons()} comparisons in both studies, over the seeds of both, and with TOPR.",
   "both studies": lambda: paired.together([study(), later()], comparisons()),
+  "rivals": rivals,
   "fresh counts": lambda: counts(study()),
   "fresh, no lag": lambda: study().table(0),
   "fresh, lag 10": lambda: study().table(10),

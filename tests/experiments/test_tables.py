@@ -90,6 +90,19 @@ def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
   assert f"{study.comparisons} comparisons" in tables.counts(study)
 
 
+def test_all_comparisons_are_counted():
+  shown = [tables.TABLES[name]() for name in ("rivals", "both studies")]
+  extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
+  assert all("±" in cell for cell in extra)
+  assert tables.comparisons() == tables.study().comparisons + tables.later().comparisons + len(extra)
+
+
+def test_rivals_of_topr_are_compared_by_seed():
+  (line,) = [x for x in tables.rivals().splitlines() if x.startswith("| VESPO | 10 ")]
+  differences = np.subtract(*(tables.later().minus_sync(name, 10, 2e-4) for name in ("VESPO", "TOPR")))
+  assert line.split(" | ")[3:] == ["20", intervals.verdict(differences, tables.comparisons()) + " |"]
+
+
 def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose():
   study = tables.later()
   tried = tables.tried()
