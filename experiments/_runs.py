@@ -48,6 +48,8 @@ def load_experiment(run_dir: str | os.PathLike[str], config: str | None = None, 
   try:
     found = configs.load(name)
   except ValueError as error:
+    if config:
+      raise
     raise ValueError(f"{file} is of config {name!r}, but {error}; give the path of its file with --config.") from error
   values = {key: tuple(value) if isinstance(value, list) else value for key, value in recorded.items()}
   del values["config"]

@@ -17,6 +17,7 @@ import numpy as np
 
 from async_rl import models
 from async_rl import tasks
+from async_rl._validation import check_number
 from async_rl.runtime import PROCESS_OPTIONS
 from async_rl.runtime import Devices
 from async_rl.runtime import Experiment
@@ -27,6 +28,7 @@ from async_rl.runtime import complete
 from async_rl.runtime import join_hosts
 from async_rl.runtime import leave
 from async_rl.runtime import mean_and_interval
+from async_rl.runtime._options import MIN_TEMPERATURE
 from async_rl.types import Prompt
 from experiments._runs import RunDir
 from experiments._runs import command
@@ -143,14 +145,17 @@ def evaluate(
     num_processes: the number of processes.
 
   Raises:
-    ValueError: if prompts are of no use, or all rewards fail.
+    ValueError: if an option means nothing, prompts are of no use, or all rewards fail.
     HostError: if processes were started with other options, or one of them failed.
   """
   options = {name: value for name, value in locals().items() if name not in PROCESS_OPTIONS}
   with join_hosts(Devices(coordinator=coordinator, process_id=process_id, num_processes=num_processes)) as hosts:
     check_same(hosts, options)
-    if prompts is not None and prompts < 1:
-      raise ValueError(f"*prompts* must be at least 1, got prompts={prompts}; leave it out for all.")
+    check_number("samples", samples, whole=True, at_least=1)
+    if prompts is not None:
+      check_number("prompts", prompts, whole=True, at_least=1, remedy="leave it out for all")
+    if temperature not in (None, 0):
+      check_number("temperature", temperature, at_least=MIN_TEMPERATURE, remedy="0 is greedy")
     limits = {"max_completion_tokens": max_completion_tokens, "max_prompt_tokens": max_prompt_tokens}
     changes = {name: value for name, value in limits.items() if value is not None}
     if skip_bad_prompts:

@@ -26,8 +26,8 @@ def report(
 
   Args:
     runs: the folders of the runs, on a disk or gs://bucket/folder.
-    output: the picture, whose suffix determines the format; by default report.png in the folder of a single run, and
-      comparison.png here for several.
+    output: the picture, whose suffix (.png if there is none) determines the format; by default report.png in the folder
+      of a single run, and comparison.png here for several.
 
   Raises:
     FileNotFoundError: if a folder holds no run, or its run has no metrics yet.

@@ -48,14 +48,15 @@ def report_run(folder: str | Path, output: str | Path | None = None) -> Path:
 
   Args:
     folder: the folder of the run.
-    output: the path of the picture; its suffix determines the format. `None` is report.png in the folder.
+    output: the path of the picture; its suffix, .png if there is none, determines the format. `None` is report.png in
+      the folder.
 
   Raises:
     FileNotFoundError: if the folder holds no run, or its run has no metrics yet.
     ValueError: if a line of the metrics is damaged; the message names it.
   """
   path = _absolute(folder)
-  return _write_picture(path.name, _read_run(path), as_path(output or path / "report.png", "output"))
+  return _write_picture(path.name, _read_run(path), _picture(output or path / "report.png"))
 
 
 def compare_runs(folders: Sequence[str | Path], output: str | Path) -> Path:
@@ -63,7 +64,7 @@ def compare_runs(folders: Sequence[str | Path], output: str | Path) -> Path:
 
   Args:
     folders: the folders of the runs; their names become the legend.
-    output: the path of the picture; its suffix determines the format.
+    output: the path of the picture; its suffix, .png if there is none, determines the format.
 
   Raises:
     FileNotFoundError, ValueError: as `report_run` does.
@@ -81,7 +82,7 @@ def compare_runs(folders: Sequence[str | Path], output: str | Path) -> Path:
   legend = figure.legend([handles[name] for name in shown], shown, loc="outside upper center", ncols=4, frameon=False)
   for text in legend.get_texts():
     text.set_parse_math(False)  # a $ in a name is a $
-  return _save(figure, as_path(output, "output"))
+  return _save(figure, _picture(output))
 
 
 def tabulate_final_values(folders: Sequence[str | Path]) -> str:
@@ -150,6 +151,14 @@ def _read_run(path: Path) -> Rows:
   if not rows:
     raise FileNotFoundError(f"{path} has no metrics yet: {file.name} holds no complete line")
   return rows
+
+
+def _picture(output: str | Path) -> Path:
+  """Returns the path of a picture, which gets the suffix .png if it has none."""
+  path = as_path(output, "output")
+  if path.is_dir():
+    raise IsADirectoryError(f"*output* must be a file, got output={str(output)!r}, which is a folder.")
+  return path if path.suffix else path.with_suffix(".png")
 
 
 def _write_picture(title: str, rows: Rows, output: Path) -> Path:

@@ -31,7 +31,7 @@ Mode = Literal["async", "simulated", "sync"]
 OnUpdate = Literal["keep", "recompute"]
 T = TypeVar("T")
 #: The smallest temperature at which float32 log-probabilities still mean something.
-_MIN_TEMPERATURE = 1e-3
+MIN_TEMPERATURE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Rollout:
     sizes = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "slots", "decode_chunk", "prefill_tokens")
     for name in (*sizes, "length_buckets", "slot_buckets"):
       check_number(name, getattr(self, name), whole=True, at_least=1)
-    check_number("temperature", self.temperature, at_least=_MIN_TEMPERATURE, remedy="training needs samples")
+    check_number("temperature", self.temperature, at_least=MIN_TEMPERATURE, remedy="training needs samples")
     check_choice("on_update", self.on_update, get_args(OnUpdate))
 
 
@@ -232,7 +232,7 @@ class Output:
     for name in ("eval_every", "eval_prompts", "checkpoint_every"):
       check_number(name, getattr(self, name), whole=True, at_least=0)
     if self.eval_temperature not in (None, 0):
-      check_number("eval_temperature", self.eval_temperature, at_least=_MIN_TEMPERATURE, remedy="0 is greedy")
+      check_number("eval_temperature", self.eval_temperature, at_least=MIN_TEMPERATURE, remedy="0 is greedy")
     check_number("keep", self.keep, whole=True, at_least=1)
 
 

@@ -111,6 +111,22 @@ def test_a_damaged_configuration_is_one_sentence(tmp_path, capsys, content):
   assert "config.txt is damaged: rerun the command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+  ("option", "value", "message"),
+  [
+    ("samples", "0", "*samples* must be an integer at least 1, got samples=0"),
+    ("prompts", "0", "*prompts* must be an integer at least 1, got prompts=0"),
+    ("prompts", "-3", "got prompts=-3; leave it out for all"),
+    ("temperature", "-1", "got temperature=-1.0; 0 is greedy"),
+    ("temperature", "1e-9", "*temperature* must be a number at least 0.001, got temperature=1e-09; 0 is greedy"),
+    ("config", "/no/such.py", "error: there is no config file /no/such.py"),
+  ],
+)
+def test_options_are_refused_by_name(trained, capsys, option, value, message):
+  assert evaluate.main(["run", f"--{option}", value]) == 2
+  assert message in capsys.readouterr().err
+
+
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("HOME", str(tmp_path))
   assert evaluate.main(["~/my runs/a"]) == 2
@@ -137,5 +153,3 @@ def test_rewards_that_fail_are_counted_and_shown(trained, monkeypatch, capsys):
   assert "all 8 rewards failed, the first: raised ZeroDivisionError: no verifier" in capsys.readouterr().err
   assert evaluate.main(["run", "--prompts", "8", "--max-prompt-tokens", "2"]) == 2
   assert "8 of 8 prompts cannot be used" in capsys.readouterr().err
-  assert evaluate.main(["run", "--prompts", "0"]) == 2
-  assert "*prompts* must be at least 1" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -217,3 +218,13 @@ def test_names_that_the_plots_would_read_otherwise_stand_as_they_are(tmp_path, m
   recording.compare_runs([tmp_path / name for name in names], tmp_path / "both.png")
   (legend,) = figures[0].legends
   assert [text.get_text() for text in legend.get_texts()] == names
+
+
+def test_the_path_that_is_told_is_that_of_the_picture(tmp_path):
+  make_run(tmp_path / "run", steps=2)
+  for given, written in (("plot", "plot.png"), ("v1.5.svg", "v1.5.svg")):
+    assert recording.report_run(tmp_path / "run", tmp_path / given) == tmp_path / written
+    assert (tmp_path / written).exists()
+  with pytest.raises(IsADirectoryError, match="must be a file, got output='.*run', which is a folder"):
+    recording.report_run(tmp_path / "run", tmp_path / "run")
+  assert not (tmp_path / "run.png").exists()
