@@ -27,6 +27,8 @@ class BatchShape:
     completion_tokens: C, longest completion.
     prompt_tokens: longest prompt; `None`: all that a row has room for beside a completion. The exact gradient norms of
       trajectories are computed over this many tokens more than a completion has.
+    row_sequences: the most sequences of a row; `None` for any number. With it, attention on GPUs skips what lies
+      outside of a sequence, which costs the more the higher it is; rows of many short sequences stay emptier.
     micro_batches: M, how many micro-batches there is room for. Only those that hold tokens are computed, so room
       costs nothing but a few integers. `None`: enough for the worst case, every sequence in a row of its own.
   """
@@ -36,14 +38,16 @@ class BatchShape:
   rows: int
   completion_tokens: int
   prompt_tokens: int | None = None
+  row_sequences: int | None = None
   micro_batches: int | None = None
 
   def __post_init__(self):
     for field in ("sequences", "row_tokens", "rows", "completion_tokens"):
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {field}={getattr(self, field)}.")
-    if self.prompt_tokens is not None and self.prompt_tokens < 1:
-      raise ValueError(f"prompt_tokens must be at least 1, got prompt_tokens={self.prompt_tokens}.")
+    for field in ("prompt_tokens", "row_sequences"):
+      if getattr(self, field) is not None and getattr(self, field) < 1:
+        raise ValueError(f"{field} must be at least 1, got {field}={getattr(self, field)}.")
     if self.completion_tokens >= self.row_tokens:
       raise ValueError(
         f"row_tokens must exceed completion_tokens, got row_tokens={self.row_tokens}, "
@@ -56,6 +60,11 @@ class BatchShape:
     if self.prompt_tokens is None:
       return self.row_tokens
     return min(self.row_tokens, self.prompt_tokens + self.completion_tokens)
+
+  @property
+  def max_segments(self) -> int | None:
+    """The most segments of a row: its sequences and padding."""
+    return None if self.row_sequences is None else self.row_sequences + 1
 
   @property
   def capacity(self) -> int:
@@ -103,7 +112,7 @@ def pack(groups: Sequence[Group], shape: BatchShape) -> Batch:
     raise ValueError(f"The batch takes {shape.sequences} sequences, got {len(sequences)} in {len(groups)} groups.")
   lengths = np.array([len(prompt) + len(c.tokens) for _, prompt, c in sequences])
   _check_fits(sequences, lengths, shape)
-  row_of, start_of, num_rows = _first_fit(lengths, shape.row_tokens)
+  row_of, start_of, num_rows = _first_fit(lengths, shape.row_tokens, shape.row_sequences)
   used = -(-num_rows // shape.rows)
   if used > shape.capacity:
     raise ValueError(
@@ -162,14 +171,15 @@ def _check_fits(
       )
 
 
-def _first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-  """First-fit decreasing: row and start of every sequence, and the number of rows."""
+def _first_fit(lengths: np.ndarray, capacity: int, limit: int | None) -> tuple[np.ndarray, np.ndarray, int]:
+  """First-fit decreasing, at most `limit` to a row: row and start of every sequence, and the number of rows."""
   row_of, start_of = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-  fill = np.zeros(len(lengths), np.int64)
+  fill, held = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
   num_rows = 0
   for b in np.argsort(-lengths, kind="stable"):
-    row = int(np.argmax(fill + lengths[b] <= capacity))
+    row = int(np.argmax((fill + lengths[b] <= capacity) & (held < (limit or len(lengths)))))
     row_of[b], start_of[b] = row, fill[row]
     fill[row] += lengths[b]
+    held[row] += 1
     num_rows = max(num_rows, row + 1)
   return row_of, start_of, num_rows

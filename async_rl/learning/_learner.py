@@ -33,6 +33,9 @@ from async_rl.types import TrainState
 
 Array = jax.Array
 
+#: The number of a device's tokens whose logits are formed at a time.
+HEAD_CHUNK = 4096
+
 
 class Learner(PlacedModel):
   """Builds the state and the step of one training run.
@@ -54,7 +57,7 @@ class Learner(PlacedModel):
     shape: the static batch shape.
     mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
     temperature: the temperature of the sampler's softmax.
-    head_chunk: the number of positions of a row whose logits are formed at a time.
+    head_chunk: the number of a device's tokens whose logits are formed at a time.
     max_lag: the largest lag of a token, which bounds the buckets of the metrics by lag; `None`: any. At 0 there are no
       such metrics.
 
@@ -74,13 +77,13 @@ class Learner(PlacedModel):
     mesh: Mesh,
     *,
     temperature: float = 1.0,
-    head_chunk: int = 512,
+    head_chunk: int = HEAD_CHUNK,
     max_lag: int | None = None,
   ):
-    self.policy = dataclasses.replace(policy, mesh=mesh)
+    self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
     super().__init__(self.policy, optimizer, shape, mesh)
     self.objective = objective
-    self._score = functools.partial(models.score, self.policy, temperature=temperature, chunk=head_chunk)
+    self._score = functools.partial(models.score, temperature=temperature, chunk=head_chunk)
     shardings = self.state_shardings.params
     self._copied_score = CopiedScore(self.policy, shardings, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
@@ -103,7 +106,7 @@ class Learner(PlacedModel):
 
     Args:
       params: of the policy, for what it shares with the reference.
-      batch: of any shape that the mesh divides.
+      batch: of any shape that the mesh divides, with no more sequences in a row than this learner's.
     """
     if self._reference is None:
       raise ValueError("The learner has no reference policy; give it one with set_reference.")
@@ -195,7 +198,9 @@ class Learner(PlacedModel):
     if reference_params is not None:
       reference = self._score_all(_with_frozen(params, reference_params), batch).logprobs
     if needed.needs_exact_norms:
-      norms = squared_gradient_norms(self._score, params, batch, self.shape.sequence_tokens, self._row_devices)
+      any_segments = dataclasses.replace(self.policy, max_segments=None)  # their rows have padding on both sides
+      score = functools.partial(self._score, any_segments)
+      norms = squared_gradient_norms(score, params, batch, self.shape.sequence_tokens, self._row_devices)
     return BatchQuantities(
       rewards=batch.rewards,
       groups=batch.groups,
@@ -209,7 +214,8 @@ class Learner(PlacedModel):
 
   def _accumulate(self, params: Any, batch: Batch, advantages: Array, options: dict[str, Array]):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
-    copies, frozen = map(self._copied_score.copy, models.split_trainable(params))
+    trainable, frozen = models.split_trainable(params)
+    copies, frozen = map(self._copied_score.copy, (trainable, frozen))
 
     def part_loss(logprobs, mask):
       logprobs = jnp.where(mask, logprobs, 0.0)
@@ -225,18 +231,19 @@ class Learner(PlacedModel):
     def body(m, carry):
       grads, total, loss, collected = carry
       rows, mask = micro_batch(batch, m)
-      stats, pull = jax.vjp(lambda copies: self._copied_score({**frozen, **copies}, rows), copies)
+      scored = self._planes.scored(mask, batch)
+      stats, pull = jax.vjp(lambda copies: self._copied_score({**frozen, **copies}, rows, scored), copies)
       by_logprobs = jax.grad(numerator_of, has_aux=True)
       cotangent, (numerator, denominator, mask, new) = by_logprobs(stats.logprobs, stats.entropy, mask)
       nothing = jnp.zeros_like(cotangent)
       (g,) = pull_back(lambda x: pull(models.TokenStats(x, nothing, nothing)), cotangent, self.policy.dtype)
-      grads = jax.tree.map(jnp.add, grads, g)
+      grads = self._copied_score.add(grads, g)
       collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
       return grads, total + denominator, loss + numerator, collected
 
     zeros, false = jnp.zeros(batch.mask.shape, jnp.float32), jnp.zeros(batch.mask.shape, bool)
     sums = (jnp.float32(0), jnp.float32(0), Collected(zeros, zeros, false, false))
-    start = (jax.tree.map(jnp.zeros_like, copies), *self._planes.start(sums))
+    start = (self._copied_score.zeros(trainable), *self._planes.start(sums))
     grads, *sums = jax.lax.fori_loop(0, batch.used, body, start)
     return self._copied_score.total(grads), *self._planes.total(sums)
 
@@ -244,7 +251,7 @@ class Learner(PlacedModel):
     """`TokenStats` of the whole batch in the loss plane, without gradient."""
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
     start = models.TokenStats(zeros, zeros, zeros)
-    return collect(functools.partial(self._score, params), batch, start, self._planes)
+    return collect(functools.partial(self._score, self.policy, params), batch, start, self._planes)
 
 
 def _with_frozen(params: models.Params, trainable: models.Params) -> models.Params:

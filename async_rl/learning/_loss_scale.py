@@ -20,7 +20,7 @@ def pull_back(pull: Callable[[Array], Any], cotangent: Array, dtype: str) -> Any
   micro-batch help. The other dtypes have the exponents of float32.
 
   Args:
-    pull: the linear map from a cotangent to a tree of float32 gradients.
+    pull: the linear map from a cotangent to a tree of gradients.
     cotangent: float32, of any shape; zero is allowed.
     dtype: the compute dtype of what `pull` differentiates.
 
@@ -30,4 +30,4 @@ def pull_back(pull: Callable[[Array], Any], cotangent: Array, dtype: str) -> Any
   if dtype != "float16":
     return pull(cotangent)
   exponent = jnp.frexp(jnp.max(jnp.abs(cotangent)))[1]
-  return jax.tree.map(lambda g: jnp.ldexp(g, exponent), pull(jnp.ldexp(cotangent, -exponent)))
+  return jax.tree.map(lambda g: jnp.ldexp(g.astype(jnp.float32), exponent), pull(jnp.ldexp(cotangent, -exponent)))

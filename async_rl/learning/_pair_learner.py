@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -60,7 +58,9 @@ class PairLearner(PlacedModel):
 
   def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
-    values = jnp.sum(collect(functools.partial(self._values, state.params), batch, zeros, self._planes), axis=1)
+    values = jnp.sum(
+      collect(lambda *rows, scored: self._values(state.params, *rows), batch, zeros, self._planes), axis=1
+    )
     pairs = losses.preference_pairs(batch.rewards, batch.groups, batch.rewards.shape[0])
     count = jnp.sum(pairs.valid, dtype=jnp.float32)
 

@@ -161,6 +161,7 @@ class LossPlanes:
 
   def __init__(self, mesh: Mesh):
     self._parts = mesh.shape["data"]
+    self._row_devices = models.row_parts(mesh)
     self._sharding = NamedSharding(mesh, PartitionSpec("data"))
 
   def start(self, planes: Any) -> Any:
@@ -170,6 +171,15 @@ class LossPlanes:
   def mask(self, mask: Array, batch: Batch) -> Array:
     """Splits the mask of a micro-batch, bool [B, C], by the part that has the token; bool [P, B, C]."""
     return self._place(mask[None] & (batch.index[None] // self._size(batch) == self._numbers()))
+
+  def scored(self, mask: Array, batch: Batch) -> models.Scored:
+    """Returns which tokens of a micro-batch to score for a mask of them, bool [B, C]."""
+    size = batch.tokens[0].size
+    index = jnp.where(mask, batch.index, size)
+    needed = jnp.zeros(size, bool).at[index].set(True, mode="drop").reshape(self._row_devices, -1)
+    # Counted where every device has all: not of `needed`, which is split.
+    counts = jnp.zeros(self._row_devices, jnp.int32).at[index // needed.shape[1]].add(1, mode="drop")
+    return models.Scored(jnp.argsort(~needed, axis=1, stable=True), jnp.max(counts))
 
   def enter(self, values: Array, batch: Batch) -> Array:
     """Returns [R, T] of one micro-batch as [P, B, C]; entries outside of `mask` are meaningless."""
@@ -199,7 +209,7 @@ def collect(score: Callable[..., Any], batch: Batch, start: Any, planes: LossPla
   """Returns the per-token results of all micro-batches in the loss plane.
 
   Args:
-    score: (tokens, segments, positions), int32 [R, T] each, to a tree of [R, T].
+    score: (tokens, segments, positions), int32 [R, T] each, and *scored*, `models.Scored`, to a tree of [R, T].
     batch: the batch.
     start: a tree of the same structure, [B, C] each: the entries of tokens that are not trained.
     planes: the planes of the learner's mesh.
@@ -207,8 +217,8 @@ def collect(score: Callable[..., Any], batch: Batch, start: Any, planes: LossPla
 
   def body(m, collected):
     rows, mask = micro_batch(batch, m)
-    own = planes.mask(mask, batch)
-    return jax.tree.map(lambda old, x: jnp.where(own, planes.enter(x, batch), old), collected, score(*rows))
+    own, new = planes.mask(mask, batch), score(*rows, scored=planes.scored(mask, batch))
+    return jax.tree.map(lambda old, x: jnp.where(own, planes.enter(x, batch), old), collected, new)
 
   collected = planes.total(jax.lax.fori_loop(0, batch.used, body, planes.start(start)))
   return jax.tree.map(lambda x, old: jnp.where(batch.mask, x, old), collected, start)

@@ -41,6 +41,7 @@ from async_rl.models._sharding import param_shardings
 from async_rl.models._sharding import param_specs
 from async_rl.models._sharding import row_parts
 from async_rl.models._sharding import with_shardings
+from async_rl.models._token_stats import Scored
 from async_rl.models._token_stats import TokenStats
 from async_rl.models._token_stats import score
 from async_rl.models._token_stats import token_stats

@@ -75,6 +75,7 @@ def self_attention(
   local: Array | bool = True,
   softcap: float | None = None,
   backend: str = "xla",
+  max_segments: int | None = None,
   mesh: Mesh | None = None,
 ) -> Array:
   """Attends from every token to itself and the earlier tokens of its own segment.
@@ -90,6 +91,8 @@ def self_attention(
     softcap: the c in c * tanh(logits / c).
     backend: "xla"; "cudnn", which takes half precision, even T, d a multiple of 8 and no soft-caps, and leaves the rest
       to "xla"; or "splash", the TPU kernel, interpreted elsewhere; "ragged", which is of decode steps, means it, too.
+    max_segments: the most segments of a row, padding included, beyond which results are undefined; `None` for any
+      number. With it, cuDNN skips what lies outside of a token's segment, on GPUs that can (Hopper and later).
     mesh: the devices over which the kernels are split by rows and heads. The compiler splits "xla" by itself, but
       kernels are opaque to it: cuDNN's fails where its mask happens to be laid out unlike its queries.
 
@@ -105,7 +108,10 @@ def self_attention(
     )
     return _split(kernel, mesh, k.shape)(q, k, v, segments, jnp.asarray(local))
   if backend == "cudnn" and softcap is None and _suits_cudnn(q):
-    kernel = functools.partial(_cudnn_attention, scale=scale, window=window)
+    if max_segments is not None and window is None and q.shape[3] <= 128 and _packs_segments(mesh):
+      kernel = functools.partial(_cudnn_packed_attention, scale=scale, max_segments=max(2, max_segments))
+    else:
+      kernel = functools.partial(_cudnn_attention, scale=scale, window=window)
     return _split(kernel, mesh, k.shape)(q, k, v, segments, jnp.asarray(local))
   distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])[None, :]
   visible = distance >= 0
@@ -153,6 +159,35 @@ def _cudnn_attention(
     return attend(q, k, v)
   nearby = functools.partial(attend, local_window_size=(window - 1, 0))
   return jax.lax.cond(local, nearby, attend, q, k, v)
+
+
+def _packs_segments(mesh: Mesh | None) -> bool:
+  """Returns whether cuDNN takes segments by their places in a row."""
+  device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+  return float(getattr(device, "compute_capability", 0)) >= 9.0
+
+
+def _cudnn_packed_attention(
+  q: Array, k: Array, v: Array, segments: Array, local: Array, *, scale: float, max_segments: int
+) -> Array:
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn  # JAX has no public name for its packed layout
+
+  del local
+  starts, lengths = _places(segments, max_segments)
+  starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
+  return cudnn.dot_product_attention(
+    q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts,
+    scale=scale, mask_type=cudnn.MaskType.PADDING_CAUSAL,
+  )  # fmt: skip
+
+
+def _places(segments: Array, count: int) -> tuple[Array, Array]:
+  """Returns where each segment of a row begins and its length, int32 [B, count] each, -1 beyond the last."""
+  begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+  number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+  lengths = jnp.sum(number[:, :, None] == jnp.arange(count)[None, None], axis=1, dtype=jnp.int32)
+  starts = jnp.cumsum(lengths, axis=1) - lengths
+  return jnp.where(lengths > 0, starts, -1), jnp.where(lengths > 0, lengths, -1)
 
 
 def cache_backend(

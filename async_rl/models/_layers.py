@@ -30,11 +30,15 @@ class RMSNorm(nnx.Module):
     self.offset = config.norm_offset
     self.eps = config.norm_eps
 
+  @property
+  def factors(self) -> Array:
+    """Returns the factors of normed values, float32 [width]."""
+    return self.scale[...].astype(jnp.float32) + self.offset
+
   def __call__(self, x: Array) -> Array:
     y = x.astype(jnp.float32)
     y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-    scale = self.scale[...].astype(jnp.float32) + self.offset
-    return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+    return (y * jnp.expand_dims(self.factors, range(x.ndim - 1))).astype(x.dtype)
 
 
 class Ends(nnx.Module):
@@ -57,6 +61,30 @@ class Ends(nnx.Module):
 
   def unembedding(self) -> Array:
     return self.embed[...].T if self.config.tie_embeddings else self.head[...]
+
+
+class Norms:
+  """What a layer computes with its norms, as the compiler makes of it what it can."""
+
+  def add(self, x: Array, h: Array | None, norm: RMSNorm, uses: int) -> tuple[Array, ...]:
+    """Returns x + h [..., D], x alone for `None`, and norm of that, `uses` times."""
+    x = x if h is None else checkpoint_name(x + h, "norm")
+    return x, *[checkpoint_name(norm(x), "norm")] * uses
+
+  def rotate(self, x: Array, norm: RMSNorm | None, angles: Array) -> Array:
+    """Returns norm(x) [..., heads, d], x for `None`, rotated by angles [..., d / 2]."""
+    return checkpoint_name(rotated(x if norm is None else norm(x), angles), "norm")
+
+
+def rotated(x: Array, angles: Array) -> Array:
+  """Rotates x [..., heads, d] by angles [..., d / 2]; pairs are made of halves, not interleaved."""
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos = jnp.cos(angles)[..., None, :]
+  sin = jnp.sin(angles)[..., None, :]
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+_NORMS = Norms()
 
 
 def _plain(name: str, x: Array, y: Array) -> Array:
@@ -92,7 +120,12 @@ class Layer(nnx.Module):
       self.mlp_post_norm = RMSNorm(c.d_model, c)
 
   def __call__(
-    self, x: Array, angles: Array, attend: Callable[[Array, Array, Array], tuple[Array, Any]], adapt: Callable = _plain
+    self,
+    x: Array,
+    angles: Array,
+    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+    adapt: Callable = _plain,
+    norms: Norms = _NORMS,
   ):
     """Maps x [..., D] and angles [..., d / 2] to [..., D] and the second output of `attend`.
 
@@ -103,23 +136,13 @@ class Layer(nnx.Module):
     def linear(name: str, x: Array) -> Array:
       return checkpoint_name(adapt(name, x, getattr(self, name)(x)), "projection")
 
-    h = self.attention_norm(x)
-    q, k, v = (linear(name, h).reshape(*h.shape[:-1], -1, c.head_dim) for name in "qkv")
-    if c.qk_norm:
-      q = self.q_norm(q)
-      k = self.k_norm(k)
-    out, extra = attend(_rotate(q, angles), _rotate(k, angles), v)
+    x, *normed = norms.add(x, None, self.attention_norm, 3)
+    q, k, v = (linear(name, h).reshape(*h.shape[:-1], -1, c.head_dim) for name, h in zip("qkv", normed, strict=True))
+    q = norms.rotate(q, self.q_norm if c.qk_norm else None, angles)
+    k = norms.rotate(k, self.k_norm if c.qk_norm else None, angles)
+    out, extra = attend(q, k, v)
     h = linear("o", out.reshape(*out.shape[:-2], -1))
-    x = x + (self.attention_post_norm(h) if c.post_norms else h)
-    h = self.mlp_norm(x)
+    x, for_gate, for_up = norms.add(x, self.attention_post_norm(h) if c.post_norms else h, self.mlp_norm, 2)
     activation = jax.nn.silu if c.activation == "silu" else jax.nn.gelu
-    h = linear("down", activation(linear("gate", h)) * linear("up", h))
+    h = linear("down", activation(linear("gate", for_gate)) * linear("up", for_up))
     return x + (self.mlp_post_norm(h) if c.post_norms else h), extra
-
-
-def _rotate(x: Array, angles: Array) -> Array:
-  """Rotates x [..., heads, d] by angles [..., d / 2]; pairs are made of halves, not interleaved."""
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  cos = jnp.cos(angles)[..., None, :]
-  sin = jnp.sin(angles)[..., None, :]
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -28,6 +28,7 @@ from async_rl._validation import check_choice
 from async_rl.models import _attention
 from async_rl.models._layers import Ends
 from async_rl.models._layers import Layer
+from async_rl.models._layers import Norms
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
 from async_rl.models._lora import init_adapters
@@ -43,12 +44,15 @@ Cache = tuple[tuple[Array, ...], ...]
 #: The intermediates of a layer that the backward pass does not recompute, by `Policy.remat`; `None` for all.
 _SAVED: dict[str, tuple[str, ...] | None] = {
   "none": None,
+  "activations": ("projection", "attention", "norm"),
   "projections": ("projection", "attention"),
   "attention": ("attention",),
   "full": (),
 }
 REMAT = tuple(_SAVED)
 DTYPES = ("float32", "bfloat16", "float16")
+#: The parts of the parameters that have a leading axis of layers.
+_STACKED = ("layers", "adapters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +66,13 @@ class Policy:
       and learner agree better; activations beyond 65504 make a step that is skipped.
     attention: the backend of attention, see `async_rl.models.self_attention`. "ragged" is "splash" for whole rows, and
       for decode steps the TPU kernel that reads the filled part of the cache, see `cache_backend`.
-    remat: the part of a layer that the backward pass recomputes, from fast to small: "none"; "projections", all but
-      matrix products and attention; "attention", all but attention; "full", each layer.
+    remat: the part of a layer that the backward pass recomputes, from fast to small: "none"; "activations", what enters
+      the last matrix product; "projections", all but matrix products and attention; "attention", all but attention;
+      "full", each layer. With the last two, the logits as well.
     mesh: the devices on which activations are laid out: rows over ("data", "fsdp"), heads, features and vocabulary
       over "tensor". Without it, the compiler may gather activations where gathering weights is cheaper.
+    max_segments: the most segments of a row of `hidden`, padding included; `None` for any number, which is slower on
+      GPUs, see `async_rl.models.self_attention`.
     lora: the adapters that `init` adds to the parameters, see `split_trainable`; `None` for none. Frozen parameters
       need no float32 master copy: they are kept `as_used`, which changes no result and halves their memory in bfloat16.
     residual_dtype: the dtype of the residual stream, to which every layer adds; `None` for `dtype`, or float32 with
@@ -77,6 +84,7 @@ class Policy:
   attention: str = "auto"
   remat: str = "none"
   mesh: Mesh | None = None
+  max_segments: int | None = None
   lora: LoRA | None = None
   residual_dtype: str | None = None
 
@@ -256,6 +264,7 @@ class Policy:
         local=local,
         softcap=self.config.attention_softcap,
         backend=self.attention_backend,
+        max_segments=None if keep else self.max_segments,
         mesh=self.mesh,
       )  # fmt: skip
       out = checkpoint_name(out, "attention")
@@ -263,14 +272,21 @@ class Policy:
 
     return attend
 
+  def _norms_of_rows(self) -> Norms:
+    if self.attention_backend != "cudnn":
+      return Norms()
+    from async_rl.models._fused_norms import FusedNorms  # takes a third of a second to import
+
+    return FusedNorms(self.mesh, self._dtype)
+
   def _run(self, params: Params, tokens: Array, positions: Array, make_attend: Callable) -> tuple[Array, Any]:
-    ends = self._ends(params)
+    ends, norms = self._ends(params), self._norms_of_rows()
     layers = (params["layers"], self._adapters(params), *self._per_layer())
 
     def body(x, inputs):
       layer, adapters, local, frequency = inputs
       angles = positions[..., None] * jnp.expand_dims(frequency, range(positions.ndim))
-      x, extra = self._layer(layer, adapters)(x, angles, make_attend(local))
+      x, extra = self._layer(layer, adapters)(x, angles, make_attend(local), norms=norms)
       return constrain(x, self.mesh, ROWS), extra
 
     saved = _SAVED[self.remat]
@@ -325,11 +341,12 @@ def as_used(params: Params, dtype: str | jnp.dtype) -> Params:
 
 
 def unstack_layers(params: Params) -> Params:
-  """Turns stacked layers, and adapters if there are any, into lists of per-layer dicts."""
-  if isinstance(params["layers"], list):
-    return params
-  depth = jax.tree.leaves(params["layers"])[0].shape[0]
-  return {k: v if k == "ends" else _as_list(v, depth) for k, v in params.items()}
+  """Turns stacked layers and adapters, as far as there are any, into lists of per-layer dicts."""
+
+  def unstack(stacked: Params) -> list[Params]:
+    return _as_list(stacked, jax.tree.leaves(stacked)[0].shape[0])
+
+  return {k: unstack(v) if k in _STACKED and not isinstance(v, list) else v for k, v in params.items()}
 
 
 def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:

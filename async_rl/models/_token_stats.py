@@ -22,6 +22,8 @@ Array = jax.Array
 
 #: Elements that devices exchange at a time. XLA turns larger scatters (over 2**27 for TPUs) into sums of the whole.
 _LARGEST_EXCHANGE = 2**25
+#: The policies' `remat` with which the backward pass forms no logits again.
+_KEEPING = ("none", "activations", "projections")
 
 
 class TokenStats(NamedTuple):
@@ -38,6 +40,18 @@ class TokenStats(NamedTuple):
   sum_squares: Array
 
 
+class Scored(NamedTuple):
+  """The tokens whose statistics are needed, of W devices with N tokens each.
+
+  Attributes:
+    order: int32 [W, N], the places of each device's tokens in its rows, those of the needed ones first.
+    most: int32 [], the most that any device needs.
+  """
+
+  order: Array
+  most: Array
+
+
 def score(
   policy: Policy,
   params: Params,
@@ -45,8 +59,9 @@ def score(
   segments: Array,
   positions: Array,
   *,
+  scored: Scored | None = None,
   temperature: float = 1.0,
-  chunk: int = 512,
+  chunk: int = 4096,
 ) -> TokenStats:
   """Returns the statistics of every token given those before it in its segment.
 
@@ -59,79 +74,143 @@ def score(
     tokens: int32 [R, T], the token ids.
     segments: int32 [R, T], the segment of each token, 0 on padding.
     positions: int32 [R, T], the position of each token in its segment.
+    scored: the tokens that are needed; entries of others are meaningless and must be masked. `None` for all.
     temperature: the temperature of the softmax, the sampler's.
-    chunk: the number of positions of a row whose logits are formed at a time.
+    chunk: the number of a device's tokens whose logits are formed at a time.
   """
   hidden = policy.hidden(params, tokens, segments, positions)
   hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
-  return token_stats(policy, float(temperature), chunk, hidden, policy.unembedding(params), tokens)
+  return token_stats(policy, float(temperature), chunk, hidden, policy.unembedding(params), tokens, scored)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def token_stats(
-  policy: Policy, temperature: float, chunk: int, hidden: Array, kernel: Array, targets: Array
-) -> TokenStats:
+  policy: Policy, temperature: float, chunk: int, hidden: Array, kernel: Array, targets: Array,
+  scored: Scored | None = None,
+) -> TokenStats:  # fmt: skip
   """Returns the statistics of `targets` under softmax(logits(hidden @ kernel) / temperature).
 
-  The backward pass recomputes each chunk of logits instead of storing it.
+  For the backward pass, the gradient of each log-probability at the logits is kept in hidden's dtype if the policy's
+  `remat` keeps projections, too; else each chunk of logits is formed again.
 
   Args:
     policy: the architecture, for its soft-cap, vocabulary limit and mesh.
     temperature: the temperature of the softmax.
-    chunk: the number of positions at a time; the last chunk may be shorter.
+    chunk: the number of a device's tokens at a time; the last chunk may be shorter.
     hidden: [R, T, D], the hidden states that predict the targets.
     kernel: [D, V], the unembedding, multiplied in hidden's dtype; its gradient has its own dtype.
     targets: int32 [R, T], the tokens to score.
+    scored: the targets that are needed, see `score`.
   """
+  return _statistics(policy, temperature, chunk, hidden, kernel, targets, scored, keep=False)[0]
+
+
+def _forward(policy, temperature, chunk, hidden, kernel, targets, scored):
+  stats, kept = _statistics(policy, temperature, chunk, hidden, kernel, targets, scored, keep=policy.remat in _KEEPING)
+  return stats, (hidden, kernel, targets, scored, kept)
+
+
+def _statistics(
+  policy: Policy, temperature: float, chunk: int, hidden: Array, kernel: Array, targets: Array, scored: Scored | None,
+  keep: bool,
+) -> tuple[TokenStats, Array]:  # fmt: skip
+  """Returns the statistics and, in the order of chunks, the slopes [W, P, V] to keep or the log-normalizers [W, P]."""
   compute = _gathered(policy, kernel, hidden.dtype)
+  chunks = _Chunks(_row_ways(policy.mesh, hidden.shape[0]), chunk, targets, scored)
+  hidden, flat = chunks.enter(hidden), chunks.enter(targets)
+  zeros = jnp.zeros(flat.shape, jnp.float32)
+  kept = jax.lax.empty((*flat.shape, kernel.shape[1]), hidden.dtype) if keep else zeros
 
-  def one(_, inputs):
-    h, t = inputs
-    logits = _finish(policy, temperature, _project(policy, h, compute))
-    logz = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    logp = logits - logz
-    probs = jnp.exp(logp)
-    return None, TokenStats(_at(logp, t), -jnp.sum(probs * logp, axis=-1), jnp.sum(jnp.square(probs), axis=-1))
+  def one(i, carry):
+    stats, kept = carry
+    raw = _project(policy, chunks.slice(hidden, i), compute)
+    logits, t = _finish(policy, temperature, raw), chunks.slice(flat, i)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    below = logits - top
+    weights = jnp.exp(below)
+    total = jnp.sum(weights, axis=-1)
+    new = TokenStats(
+      _at(below, t) - jnp.log(total),
+      jnp.log(total) - jnp.sum(weights * below, axis=-1) / total,
+      jnp.sum(jnp.square(weights), axis=-1) / jnp.square(total),
+    )
+    logz = top[..., 0] + jnp.log(total)
+    kept = chunks.update(kept, i, _slopes(policy, temperature, raw, logz, t).astype(kept.dtype) if keep else logz)
+    return jax.tree.map(lambda x, y: chunks.update(x, i, y), stats, new), kept
 
-  _, stats = jax.lax.scan(one, None, _split((hidden, targets), chunk))
-  return TokenStats(*(_join(x, hidden.shape[1]) for x in stats))
+  stats, kept = jax.lax.fori_loop(0, chunks.turns, one, (TokenStats(zeros, zeros, zeros), kept))
+  return jax.tree.map(chunks.leave, stats), kept
 
 
-def _forward(policy, temperature, chunk, hidden, kernel, targets):
-  return token_stats(policy, temperature, chunk, hidden, kernel, targets), (hidden, kernel, targets)
+def _slopes(policy: Policy, temperature: float, raw: Array, logz: Array, targets: Array) -> Array:
+  """Returns the gradients of log-probabilities at raw logits [W, S, V], float32."""
+  logits, transpose = jax.vjp(functools.partial(_finish, policy, temperature), raw)
+  return transpose(_is_target(logits, targets) - jnp.exp(logits - logz[..., None]))[0]
 
 
 def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotangents: TokenStats):
-  hidden, kernel, targets = residuals
+  hidden, kernel, targets, scored, kept = residuals
   compute = _gathered(policy, kernel, hidden.dtype)
   ways = _row_ways(policy.mesh, hidden.shape[0])
+  chunks = _Chunks(ways, chunk, targets, scored)
+  hidden, flat, weights = (chunks.enter(x) for x in (hidden, targets, cotangents.logprobs))
 
-  def one(dkernel, inputs):
-    h, t, g = inputs
-
-    def picked(raw):
-      logits = _finish(policy, temperature, raw)
-      return _at(logits, t) - jax.nn.logsumexp(logits, axis=-1)
-
-    (draw,) = jax.vjp(picked, _project(policy, h, compute))[1](g)
-    draw = draw.astype(h.dtype)
-
-    def by_device(x):
-      return x.reshape(ways, -1, *x.shape[1:])
-
-    added = jnp.einsum("wrtd,wrtv->wdv", by_device(h), by_device(draw), preferred_element_type=jnp.float32)
-    return constrain(dkernel + added, policy.mesh, ROWS, None, "tensor"), jnp.dot(draw, compute.T)
+  def one(i, carry):
+    dkernel, dhidden = carry
+    h, w, slopes = (chunks.slice(x, i) for x in (hidden, weights[..., None], kept))
+    if policy.remat not in _KEEPING:
+      raw = _project(policy, h, compute)
+      slopes = _slopes(policy, temperature, raw, slopes, chunks.slice(flat, i)).astype(h.dtype)
+    dh = jnp.einsum("wsv,dv->wsd", slopes, compute, preferred_element_type=jnp.float32)
+    weighted = (w * h).astype(h.dtype)
+    added = jnp.einsum("wsd,wsv->wdv", weighted, slopes, preferred_element_type=jnp.float32)
+    dkernel = constrain(dkernel + added, policy.mesh, ROWS, None, "tensor")
+    return dkernel, chunks.update(dhidden, i, (w * dh).astype(h.dtype))
 
   # One sum per group of rows that a device holds, so that devices exchange gradients once and not for every chunk.
   start = constrain(jnp.zeros((ways, *kernel.shape), jnp.float32), policy.mesh, ROWS, None, "tensor")
-  dkernel, dhidden = jax.lax.scan(one, start, _split((hidden, targets, cotangents.logprobs), chunk))
+  dkernel, dhidden = jax.lax.fori_loop(0, chunks.turns, one, (start, jnp.zeros_like(hidden)))
   # The barrier keeps XLA from folding a transposition of the result (tied tables) into the product, which it then
   # cannot run in bfloat16 on CPUs (jaxlib 0.10).
   dkernel = jax.lax.optimization_barrier(_sum_over_devices(dkernel, policy.mesh).astype(kernel.dtype))
-  return _join(dhidden, hidden.shape[1]), dkernel, None
+  return chunks.leave(dhidden), dkernel, None, None
 
 
 token_stats.defvjp(_forward, _backward)
+
+
+class _Chunks:
+  """Chunks of tokens [R, T, ...] as [W, P, ...]: of each of W devices N tokens in order, filled up to whole chunks."""
+
+  def __init__(self, ways: int, size: int, targets: Array, scored: Scored | None):
+    self._shape = targets.shape
+    self._ways = ways
+    self._tokens = targets.size // ways
+    self._size = min(size, self._tokens)
+    self._scored = scored
+    self.turns = -(-(self._tokens if scored is None else scored.most) // self._size)
+
+  def enter(self, x: Array) -> Array:
+    """Brings [R, T, ...] into the order of chunks."""
+    x = x.reshape(self._ways, self._tokens, *x.shape[2:])
+    if self._scored is not None:
+      x = jax.vmap(lambda x, places: x[places])(x, self._scored.order)
+    return jnp.pad(x, [(0, 0), (0, -self._tokens % self._size)] + [(0, 0)] * (x.ndim - 2))
+
+  def leave(self, x: Array) -> Array:
+    """Brings [W, P, ...] back into [R, T, ...]."""
+    x = x[:, : self._tokens]
+    if self._scored is not None:
+      x = jax.vmap(lambda x, places: x[places])(x, jnp.argsort(self._scored.order, axis=1))
+    return x.reshape(*self._shape, *x.shape[2:])
+
+  def slice(self, x: Array, i: Array) -> Array:
+    """Returns chunk i of [W, P, ...]."""
+    return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
+
+  def update(self, x: Array, i: Array, new: Array) -> Array:
+    """Returns [W, P, ...] with another chunk i."""
+    return jax.lax.dynamic_update_slice_in_dim(x, new, i * self._size, axis=1)
 
 
 def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
@@ -172,34 +251,17 @@ def _finish(policy: Policy, temperature: float, logits: Array) -> Array:
   return finish_logits(logits, policy.config) / temperature
 
 
+def _is_target(logits: Array, targets: Array) -> Array:
+  ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+  return ids == targets[..., None]
+
+
 def _at(values: Array, targets: Array) -> Array:
   """Returns values[..., targets] as a masked sum; a gather would collect a vocabulary that is split over devices."""
-  ids = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-  return jnp.sum(jnp.where(ids == targets[..., None], values, 0.0), axis=-1)
+  return jnp.sum(jnp.where(_is_target(values, targets), values, 0.0), axis=-1)
 
 
 def _row_ways(mesh: Mesh | None, rows: int) -> int:
   """Returns the number of parts into which the mesh splits the rows."""
   ways = row_parts(mesh)
   return ways if rows % ways == 0 else 1
-
-
-def _split(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
-  """Splits [R, T, ...] into [T / chunk, R, chunk, ...], zero-padded.
-
-  Rows stay the leading axis of a chunk, so that their sharding survives.
-  """
-
-  chunk = min(chunk, arrays[0].shape[1])
-
-  def split(x):
-    count = -(-x.shape[1] // chunk)
-    x = jnp.pad(x, [(0, 0), (0, count * chunk - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-    return x.reshape(x.shape[0], count, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-  return tuple(split(x) for x in arrays)
-
-
-def _join(x: Array, length: int) -> Array:
-  x = x.swapaxes(0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

@@ -116,6 +116,7 @@ class Experiment:
       rows=devices.rows,
       completion_tokens=limits.max_completion_tokens,
       prompt_tokens=limits.max_prompt_tokens,
+      row_sequences=devices.row_sequences or None,
     )
 
   @property

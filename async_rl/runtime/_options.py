@@ -148,6 +148,9 @@ class Devices:
   rows: int = 8
   #: Tokens of a row; 0: longest prompt plus longest completion.
   row_tokens: int = 0
+  #: The most sequences of a row; the lower, the faster is attention on GPUs, the higher, the fuller are rows of many
+  #: short sequences. 0: any number.
+  row_sequences: int = 8
   #: Keep compiled programs for later starts: in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/async_rl/programs.
   compilation_cache: bool = True
   #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
@@ -164,7 +167,7 @@ class Devices:
   def __post_init__(self):
     for name in ("fsdp", "tensor", "rows"):
       check_number(name, getattr(self, name), whole=True, at_least=1)
-    for name in ("row_tokens", "reward_workers"):
+    for name in ("row_tokens", "row_sequences", "reward_workers"):
       check_number(name, getattr(self, name), whole=True, at_least=0)
     if self.generation_tensor is not None:
       check_number("generation_tensor", self.generation_tensor, whole=True, at_least=1)

@@ -19,6 +19,7 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,14 +46,20 @@ class LearnerCase:
   rows: int
   row_tokens: int
   remat: str
-  head_chunk: int = 512
+  head_chunk: int = learning.HEAD_CHUNK
+
+  @property
+  def head_chunks(self) -> int:
+    """Returns the chunks of tokens for which logits are formed in a micro-batch, half of it completions."""
+    return -(-self.rows * self.row_tokens // 2 // self.head_chunk)
 
 
 LEARNER_CASES = (
   LearnerCase(16, 1024, "attention"),
   LearnerCase(16, 1024, "full"),
   LearnerCase(8, 512, "none"),
-  LearnerCase(64, 512, "attention", head_chunk=128),
+  LearnerCase(64, 512, "attention"),
+  LearnerCase(64, 512, "activations"),
 )
 DECODE_CASES = (
   decode_speed.Case(64, 832),
@@ -70,7 +77,7 @@ def chip_of(device: jax.Device) -> Chip:
   return next((chip for name, chip in CHIPS.items() if name in device.device_kind.lower()), CHIPS["h100"])
 
 
-def predict(traced: jax.stages.Traced, chip: Chip, turns: float) -> float:
+def predict(traced: jax.stages.Traced, chip: Chip, turns: Sequence[float]) -> float:
   """Returns the seconds of a traced program."""
   operations, kernels = count_traced(traced.jaxpr, turns)
   return seconds_of(operations, chip) + seconds_of(kernels, chip, kernels=True)
@@ -89,7 +96,7 @@ def compare_learner(config: models.ModelConfig, case: LearnerCase, sequences: in
     return learning.Learner(policy, optimizer, objective, shape, mesh, head_chunk=case.head_chunk)
 
   batch = make_batch(shape, config.vocab_size)
-  predicted = predict(make_learner("splash").trace_step(), chip, int(batch.used))
+  predicted = predict(make_learner("splash").trace_step(), chip, (int(batch.used), case.head_chunks))
   learner = make_learner("auto")
   state, placed = learner.init(jax.random.key(0)), learner.put(batch)
   seconds = []
@@ -115,7 +122,7 @@ def compare_decode(config: models.ModelConfig, case: decode_speed.Case, chunk: i
   slots, positions = measured["computed"]
   if policy.cache_backend != "xla":
     positions = measured["filled"]
-  predicted = predict(programs.trace_decode(slots, positions), chip, chunk) / chunk
+  predicted = predict(programs.trace_decode(slots, positions), chip, [chunk]) / chunk
   name = f"decode {slots} slots, {positions} positions"
   return _row(name, predicted, measured["ms_per_step"] / 1e3)
 

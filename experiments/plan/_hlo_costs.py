@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,17 +98,17 @@ class Costs(NamedTuple):
   exchanges: list[Exchange]
 
 
-def count_compiled(text: str, turns: float = 1) -> Costs:
+def count_compiled(text: str, turns: Sequence[float] = (1,)) -> Costs:
   """Counts a compiled program.
 
   Args:
     text: the program, from `as_text()`.
-    turns: the turns of loops whose number depends on data.
+    turns: the turns of loops whose number depends on data, the outermost first; the last holds further in, too.
   """
   module = _hlo.parse(text)
   operations: list[Operation] = []
   exchanges: list[Exchange] = []
-  for name, times, loops in _visits(module, module.entry, 1.0, 0, turns):
+  for name, times, loops in _visits(module, module.entry, 1.0, 0, tuple(turns)):
     computation = module.computations[name]
     for x in computation.values():
       exchanges += _exchanges(module, x, times, loops)
@@ -120,7 +121,9 @@ def count_compiled(text: str, turns: float = 1) -> Costs:
   return Costs(operations, exchanges)
 
 
-def _visits(module: Module, name: str, times: float, loops: int, turns: float) -> Iterator[tuple[str, float, int]]:
+def _visits(
+  module: Module, name: str, times: float, loops: int, turns: tuple[float, ...]
+) -> Iterator[tuple[str, float, int]]:
   """Yields every computation whose instructions run on their own, how often it runs, and the loops around it."""
   yield name, times, loops
   for x in module.computations[name].values():
@@ -129,8 +132,8 @@ def _visits(module: Module, name: str, times: float, loops: int, turns: float) -
       assert body is not None
       assert condition is not None
       known = trip_count(module, module.computations[name], x)
-      rounds = turns if known is None else known
-      yield from _visits(module, body, times * rounds, loops + 1, turns)
+      rounds, within = (turns[0], turns[1:] or turns) if known is None else (known, turns)
+      yield from _visits(module, body, times * rounds, loops + 1, within)
     elif x.opcode == "conditional":
       branches = _hlo.called(x)
       for branch in branches:

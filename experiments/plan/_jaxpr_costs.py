@@ -67,7 +67,7 @@ class _Step(NamedTuple):
 
 def count_traced(
   jaxpr: core.ClosedJaxpr,
-  turns: float = 1,
+  turns: Sequence[float] = (1,),
   *,
   devices: int = 1,
   shares: Sequence[float] | None = None,
@@ -77,7 +77,7 @@ def count_traced(
 
   Args:
     jaxpr: the program, such as `jax.jit(function).trace(...).jaxpr`.
-    turns: the turns of loops whose number depends on data.
+    turns: the turns of loops whose number depends on data, the outermost first; the last holds further in, too.
     devices: the number of devices that the program runs on.
     shares: the share of each argument that a device holds; `None` for all of it on one device.
     filled: the mean of the filled positions of a row of a cache, for kernels that read no others; `None` for all.
@@ -89,7 +89,7 @@ def count_traced(
   arguments = [
     _Value(v.aval, share) for v, share in zip(jaxpr.jaxpr.invars, shares or [1.0] * len(jaxpr.in_avals), strict=True)
   ]
-  _count(jaxpr.jaxpr, arguments, _Scope(1.0, turns, 1 / devices, filled), found)
+  _count(jaxpr.jaxpr, arguments, _Scope(1.0, tuple(turns), 1 / devices, filled), found)
   return found
 
 
@@ -98,13 +98,13 @@ class _Scope(NamedTuple):
 
   Attributes:
     times: the times that it runs.
-    turns: the turns of loops whose number depends on data.
+    turns: the turns of loops whose number depends on data, of this depth and of those further in.
     share: the share of a computed value that a device holds.
     filled: the filled positions of a row of a cache; `None` for all.
   """
 
   times: float
-  turns: float
+  turns: tuple[float, ...]
   share: float
   filled: float | None
 
@@ -186,7 +186,8 @@ def _bodies(step: _Step, scope: _Scope) -> Iterator[tuple[Any, list[_Value], _Sc
     yield inner, arguments(inner, step.eqn.invars), scope._replace(times=scope.times * params["length"])
   elif step.name == "while":
     inner, skipped = params["body_jaxpr"].jaxpr, params["cond_nconsts"]
-    yield inner, arguments(inner, step.eqn.invars[skipped:]), scope._replace(times=scope.times * scope.turns)
+    within = scope._replace(times=scope.times * scope.turns[0], turns=scope.turns[1:] or scope.turns)
+    yield inner, arguments(inner, step.eqn.invars[skipped:]), within
   elif step.name == "cond":
     for branch in params["branches"]:
       times = scope.times / len(params["branches"])

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from async_rl import models
 from async_rl import runtime
@@ -30,6 +31,7 @@ from experiments.plan import _jaxpr_costs
 from experiments.plan._chips import Chip
 from experiments.plan._hlo_costs import Operation
 from experiments.plan._request import Request
+from experiments.plan._request import head_chunks
 from experiments.plan._request import micro_batches
 from experiments.plan._summary import Summary
 from experiments.plan._summary import summarize
@@ -41,11 +43,13 @@ def cache_folder() -> pathlib.Path:
   return pathlib.Path(cache).expanduser() / "plans"
 
 
-def loop_turns(request: Request, experiment: runtime.Experiment, program: str) -> float:
-  """Returns the turns of a program's loops that depend on data."""
+def loop_turns(request: Request, experiment: runtime.Experiment, program: str, mesh: Mesh) -> tuple[float, ...]:
+  """Returns the turns of a program's loops that depend on data, see `_jaxpr_costs.count_traced`."""
   if program == "decode":
-    return experiment.sampler_config.chunk
-  return micro_batches(experiment, request.prompt_tokens + request.completion_tokens)
+    return (experiment.sampler_config.chunk,)
+  tokens = request.prompt_tokens + request.completion_tokens
+  chunks = head_chunks(experiment, request.completion_tokens / tokens, models.row_parts(mesh))
+  return micro_batches(experiment, tokens), chunks
 
 
 def filled_positions(request: Request) -> float:
@@ -54,7 +58,7 @@ def filled_positions(request: Request) -> float:
 
 
 def measure(
-  program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: float, filled: float, compiles: bool
+  program: runtime.RunProgram, chip: Chip, devices: list[Any], turns: tuple[float, ...], filled: float, compiles: bool
 ) -> Summary:
   """Returns the costs of a program.
 
@@ -62,7 +66,7 @@ def measure(
     program: the program.
     chip: the chip.
     devices: the devices of its mesh.
-    turns: the turns of loops that depend on data.
+    turns: the turns of loops that depend on data, see `_jaxpr_costs.count_traced`.
     filled: the filled positions of a row of the cache.
     compiles: whether to compile it, and keep its costs for the next time; otherwise the traced program is counted.
 
@@ -104,7 +108,7 @@ def measure(
 
 
 def _count_traced(
-  program: runtime.RunProgram, traced: jax.stages.Traced, turns: float, filled: float, devices: int
+  program: runtime.RunProgram, traced: jax.stages.Traced, turns: tuple[float, ...], filled: float, devices: int
 ) -> tuple[list[Operation], list[Operation]]:
   """Returns the operations and kernels of one of the devices, which hold resident arrays as these are sharded."""
   known = {
@@ -123,7 +127,7 @@ def _text_of(compiled: jax.stages.Compiled) -> str | None:
     return None
 
 
-def _key(text: str, chip: Chip, devices: list[Any], turns: float, filled: float) -> str:
+def _key(text: str, chip: Chip, devices: list[Any], turns: tuple[float, ...], filled: float) -> str:
   """Returns a name of a program for a set of devices, of the compiler, and of the code that counts."""
   text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
   places = [(d.id, d.process_index, getattr(d, "coords", None), getattr(d, "slice_index", 0)) for d in devices]
@@ -183,7 +187,7 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     }
     try:
       devices = list(sides[program.side].devices.flat)
-      turns, filled = loop_turns(request, experiment, name), filled_positions(request)
+      turns, filled = loop_turns(request, experiment, name, sides[program.side]), filled_positions(request)
       summary = measure(program, target.chip, devices, turns, filled, request.compiles)
       result["costs"] = dataclasses.asdict(summary)
     except Exception as error:

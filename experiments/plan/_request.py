@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+from async_rl import learning
 from async_rl.runtime import Experiment
 from experiments import configs
 from experiments.plan._chips import Topology
@@ -91,3 +92,15 @@ def micro_batches(experiment: Experiment, mean_tokens: float) -> int:
   shape = experiment.batch_shape
   together = max(1.0, 0.9 * shape.row_tokens / mean_tokens) if mean_tokens < 0.9 * shape.row_tokens else 1.0
   return min(shape.capacity, max(1, math.ceil(shape.sequences / together / shape.rows)))
+
+
+def head_chunks(experiment: Experiment, scored: float, devices: int) -> int:
+  """Returns the chunks of tokens for which a device forms logits in a micro-batch, if it scores a share of its tokens.
+
+  Args:
+    experiment: the experiment.
+    scored: the share of tokens that are scored.
+    devices: the devices over which rows are split.
+  """
+  shape = experiment.batch_shape
+  return math.ceil(scored * shape.rows * shape.row_tokens / devices / learning.HEAD_CHUNK)

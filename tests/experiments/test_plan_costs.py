@@ -65,11 +65,23 @@ def total(operations, field="flops"):
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_products_count_as_often_as_loops_turn(program):
   traced = jax.jit(program).trace(MATRIX, MATRIX)
-  operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns=11)
+  operations, kernels = _jaxpr_costs.count_traced(traced.jaxpr, turns=[11])
   assert total(operations) == PROGRAMS[program] * PRODUCT
   assert kernels == []
-  compiled = _hlo_costs.count_compiled(traced.lower().compile().as_text(), turns=11)
+  compiled = _hlo_costs.count_compiled(traced.lower().compile().as_text(), turns=[11])
   assert total(compiled.operations) == PROGRAMS[program] * PRODUCT
+
+
+def test_loops_within_loops_have_turns_of_their_own():
+  def nested(x, y):
+    grow = lambda _, x: jnp.tanh(x @ y)
+    return jax.lax.fori_loop(0, x[0, 0].astype(int), lambda _, x: jax.lax.fori_loop(0, x[1, 1].astype(int), grow, x), x)
+
+  traced = jax.jit(nested).trace(MATRIX, MATRIX)
+  text = traced.lower().compile().as_text()
+  for turns, times in (([3, 5], 15), ([3], 9)):
+    assert total(_jaxpr_costs.count_traced(traced.jaxpr, turns)[0]) == times * PRODUCT
+    assert total(_hlo_costs.count_compiled(text, turns).operations) == times * PRODUCT
 
 
 def test_traffic_of_a_loop_is_that_of_its_turns():

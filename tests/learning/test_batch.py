@@ -50,6 +50,18 @@ def test_segments_of_a_row_are_distinct():
     np.testing.assert_array_equal(np.sort(row[begin]), np.arange(1, begin.sum() + 1))
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_row_holds_no_more_sequences_than_it_may(most):
+  shape = learning.BatchShape(sequences=16, row_tokens=64, rows=2, completion_tokens=12, row_sequences=most)
+  batch = learning.pack(make_groups(), shape)
+  held = batch.segments.max(axis=2)
+  assert held.max() == most
+  assert held.sum() == 16
+  assert shape.max_segments == most + 1  # and padding
+  with pytest.raises(ValueError, match="row_sequences=0"):
+    learning.BatchShape(sequences=16, row_tokens=64, rows=2, completion_tokens=12, row_sequences=0)
+
+
 def test_long_sequences_are_placed_first():
   """Lengths 4, 4, 6, 6 fill two rows of ten; in their own order they would take three."""
   lengths = (4, 4, 6, 6)

@@ -126,6 +126,19 @@ def test_nothing_depends_on_the_order_of_groups():
   assert_same(params, reference()[0])
 
 
+@pytest.mark.parametrize("axes", [{}, dict(data=2, tensor=2), dict(data=2, fsdp=2, tensor=2)])
+def test_the_programs_of_gpus_compute_the_same(axes):
+  """Layers are unrolled (but over "fsdp") and norms kernels, interpreted; attention is the compiler's in float32."""
+  wide = dataclasses.replace(CONFIG, head_dim=32)
+  policy, plain = (models.Policy(wide, dtype="float32", attention=backend) for backend in ("cudnn", "xla"))
+  shape = shape_of(row_tokens=40, row_sequences=4)
+  expected, expected_metrics = run(make_learner(shape, policy=plain), make_groups())
+  params, metrics = run(make_learner(shape, make_mesh(**axes), policy=policy), make_groups())
+  assert_same(params, expected)
+  for name, value in expected_metrics.items():
+    assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
 def test_remat_and_head_chunks_change_nothing():
   policy = models.Policy(CONFIG, dtype="float32", attention="xla", remat="full")
   params, _ = run(make_learner(shape_of(), policy=policy, head_chunk=7), make_groups())

@@ -122,6 +122,41 @@ def test_each_gpu_calls_cudnn_on_its_own_rows_and_heads(tensor):
   assert all(call[:3] == operands[:3] for call in both)
 
 
+def test_places_of_segments():
+  segments = np.zeros((4, 12), np.int32)
+  segments[1] = 1
+  segments[2, :5], segments[2, 5:9] = 1, 2
+  segments[3, :1], segments[3, 1:7], segments[3, 7:] = 1, 2, 3
+  starts, lengths = _attention._places(segments, 3)
+  np.testing.assert_array_equal(starts, [[0, -1, -1], [0, -1, -1], [0, 5, 9], [0, 1, 7]])
+  np.testing.assert_array_equal(lengths, [[12, -1, -1], [12, -1, -1], [5, 4, 3], [1, 6, 5]])
+
+
+@pytest.mark.usefixtures("cudnn_is_found")
+@pytest.mark.parametrize("axes", [None, {"tensor": 2}])
+def test_cudnn_is_told_the_places_of_segments_where_their_number_is_bounded(axes, monkeypatch):
+  monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+  monkeypatch.setattr(_attention, "_packs_segments", lambda mesh: True)
+  mesh = axes and rollout.make_mesh(jax.devices()[:4], **axes)
+  q, k = (jax.ShapeDtypeStruct((4, 64, n, 16), jnp.bfloat16) for n in (4, 2))
+
+  def calls(**options):
+    def loss(q, k, v, segments):
+      out = models.self_attention(q, k, v, segments, scale=0.3, backend="cudnn", mesh=mesh, **options)
+      return jnp.sum(out.astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k, jax.ShapeDtypeStruct((4, 64), jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"custom_call @__cudnn\$fmha(\w*)\(.*?: \(([^)]*)\) ->", text)
+    return {name: re.findall(r"tensor<(\w*xi32)>", operands) for name, operands in found}
+
+  rows = 4 if mesh is None else 2
+  places = [f"{rows}x3xi32"] * 2 + [f"{rows}x4xi32"] * 2  # lengths and starts, of queries and of keys
+  assert calls(max_segments=3) == {"Softmax": places, "SoftmaxBackward": places}
+  masked = {"ScaleBiasSoftmax": [], "ScaleBiasSoftmaxBackward": []}
+  assert calls() == calls(max_segments=3, window=5, local=True) == masked
+
+
 @pytest.mark.usefixtures("cudnn_is_found")
 @pytest.mark.parametrize(
   ("dtype", "length", "width", "options"),
