@@ -96,16 +96,19 @@ def measure_update(optimizer: optax.GradientTransformation, params: Any, repeats
 
 
 def make_batch(shape: learning.BatchShape, vocab_size: int) -> types.Batch:
-  """Random groups of eight, every sequence of the same length: half prompt, half completion."""
+  """Random groups of eight, every sequence as long as can be; prompts without a bound are as long as completions."""
   rng = np.random.default_rng(0)
   size, groups = shape.completion_tokens, []
-  draw = lambda: rng.integers(0, vocab_size, size).astype(np.int32)
+
+  def draw(size: int) -> np.ndarray:
+    return rng.integers(0, vocab_size, size).astype(np.int32)
+
   for ticket in range(shape.sequences // 8):
     completions = tuple(
       types.Completion(
         ticket=ticket,
         sample=sample,
-        tokens=draw(),
+        tokens=draw(size),
         logprobs=np.full(size, -np.log(vocab_size), np.float32),
         versions=np.zeros(size, np.int32),
         mask=np.ones(size, bool),
@@ -113,7 +116,7 @@ def make_batch(shape: learning.BatchShape, vocab_size: int) -> types.Batch:
       )
       for sample in range(8)
     )
-    request = types.Request(ticket, draw(), types.Prompt(ticket, "", None))
+    request = types.Request(ticket, draw(shape.prompt_tokens or size), types.Prompt(ticket, "", None))
     groups.append(types.Group(request, completions, rng.normal(size=8).astype(np.float32)))
   return learning.pack(groups, shape)
 

@@ -25,8 +25,9 @@ class Pretrained:
   #: Rank of low-rank adapters, which are then trained and synced in place of the weights; 0: all weights are trained.
   #: Adapters want about ten times the learning rates of weights.
   lora_rank: int = 0
-  #: Values that the learner's backward pass recomputes: none, attention or full.
-  remat: str = "attention"
+  #: Values that the learner's backward pass recomputes, from fast to small: none, activations, projections, attention,
+  #: full.
+  remat: str = "activations"
   #: Compute dtype: float32, bfloat16, or float16 (not on TPUs), with which sampler and learner agree best.
   dtype: str = "bfloat16"
   #: Dtype of the residual stream; None: the compute dtype, or float32 with float16.

@@ -1,0 +1,157 @@
+"""The learner's speed: seconds of a step and the share of the device's peak that goes into what the step must compute.
+
+    python -m experiments.benchmarks.learner_speed            # one GPU with 80 GB, about 2 minutes
+    python -m experiments.benchmarks.learner_speed --smoke    # any machine, seconds; checks that it runs
+
+A random model of Qwen3-0.6B's shape takes steps with AdamW, clipping and the effective-sample-size scaling on groups of
+eight sequences of one length, in bfloat16 with float32 master weights.
+
+The operations that count are those of the model, nothing for what is computed twice:
+
+    tokens * (6 N + 6 L H d T) + sampled tokens * 6 D V
+
+with N parameters in the matrices of L layers, H heads of width d, T tokens of a sequence (attention sees half of the
+square), width D and V tokens of the vocabulary. Their share of the peak is the MFU (model FLOPs utilization).
+
+Prints a row per case and writes learner_speed.json. Columns: sequences, the prompt's and the completion's tokens, rows
+and tokens of a micro-batch, how many of these a step has; what the backward pass recomputes (`--remat` chooses);
+seconds to compile; ms of a step, the median, the shortest and the longest; MFU; GiB that the step needs beside the
+state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from async_rl import learning
+from async_rl import models
+from async_rl import rollout
+from async_rl import stabilizers
+from async_rl.types import Batch
+from async_rl.types import TrainState
+from experiments.benchmarks import decode_speed
+from experiments.benchmarks.predict import chip_of
+from experiments.benchmarks.stabilizer_cost import make_batch
+
+WARM_UPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """Sequences, tokens of a prompt and of a completion, rows of a micro-batch, tokens and most sequences of a row."""
+
+  sequences: int
+  prompt: int
+  completion: int
+  rows: int
+  row_tokens: int
+  row_sequences: int
+
+  def shape(self) -> learning.BatchShape:
+    """Returns the shape of the batch."""
+    return learning.BatchShape(
+      self.sequences, self.row_tokens, self.rows, self.completion, self.prompt, self.row_sequences
+    )
+
+  def operations(self, config: models.ModelConfig) -> float:
+    """Returns the floating-point operations of a step that count."""
+    c, length = config, self.prompt + self.completion
+    heads = c.num_heads * c.head_dim
+    per_layer = c.d_model * (2 * heads + 2 * c.num_kv_heads * c.head_dim + 3 * c.d_ff)
+    per_token = 6 * c.num_layers * (per_layer + heads * length)
+    return self.sequences * (length * per_token + self.completion * 6 * c.d_model * c.vocab_size)
+
+
+CASES = (
+  Case(64, 256, 256, rows=64, row_tokens=512, row_sequences=1),
+  Case(64, 1, 511, rows=64, row_tokens=512, row_sequences=1),
+  Case(64, 256, 256, rows=16, row_tokens=1024, row_sequences=8),  # the rows of the configs
+  Case(16, 1024, 1024, rows=16, row_tokens=2048, row_sequences=1),
+)
+SMOKE_CASES = (Case(8, 16, 16, rows=2, row_tokens=64, row_sequences=3),)
+
+
+class Step:
+  """A compiled step, its state and its batch.
+
+  Args:
+    config: the model.
+    case: the case.
+    remat: what the backward pass recomputes, as in `models.Policy`.
+  """
+
+  def __init__(self, config: models.ModelConfig, case: Case, remat: str):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
+    objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
+    mesh = rollout.make_mesh(jax.devices()[:1])
+    learner = learning.Learner(models.Policy(config, remat=remat), optimizer, objective, case.shape(), mesh)
+    start = time.perf_counter()
+    self._compiled = learner.trace_step().lower().compile()
+    self.compile_seconds = time.perf_counter() - start
+    self._state: TrainState = learner.init(jax.random.key(0))
+    self._batch: Batch = learner.put(make_batch(case.shape(), config.vocab_size))
+    self.micro_batches = int(self._batch.used)
+
+  @property
+  def temporaries(self) -> int:
+    """Returns the bytes that it needs beside its arguments and results."""
+    return self._compiled.memory_analysis().temp_size_in_bytes
+
+  def __call__(self) -> float:
+    """Takes a step; returns its seconds."""
+    start = time.perf_counter()
+    self._state, metrics = jax.block_until_ready(self._compiled(self._state, self._batch, None))
+    del metrics
+    return time.perf_counter() - start
+
+
+def row(config: models.ModelConfig, case: Case, remat: str, step: Step, seconds: list[float]) -> dict[str, Any]:
+  """Returns the row of a case."""
+  median = float(np.median(seconds))
+  return {
+    "sequences": case.sequences,
+    "prompt": case.prompt,
+    "completion": case.completion,
+    "rows": f"{case.rows} x {case.row_tokens}",
+    "micro_batches": step.micro_batches,
+    "remat": remat,
+    "compile_s": round(step.compile_seconds, 1),
+    "ms": [round(1e3 * x, 1) for x in (median, min(seconds), max(seconds))],
+    "mfu": round(case.operations(config) / median / chip_of(jax.devices()[0]).flops, 3),
+    "temporaries_GiB": round(step.temporaries / 2**30, 1),
+  }
+
+
+def main(arguments: list[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--remat", nargs="+", default=["activations"], choices=models.REMAT)
+  parser.add_argument("--repeats", type=int, default=10)
+  parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
+  parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("learner_speed.json"))
+  args = parser.parse_args(arguments)
+  config = decode_speed.SMOKE if args.smoke else decode_speed.QWEN3_06B
+  device = jax.devices()[0].device_kind
+  print(f"{device}, jax {jax.__version__}")
+  rows: list[dict[str, Any]] = []
+  for case in SMOKE_CASES if args.smoke else CASES:
+    for remat in args.remat:
+      step = Step(config, case, remat)
+      for _ in range(WARM_UPS):
+        step()
+      rows.append(row(config, case, remat, step, [step() for _ in range(args.repeats)]))
+      print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+      del step
+  args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()
