@@ -19,7 +19,7 @@ import jax
 
 import async_rl
 from async_rl.recording._run_folder import differences
-from async_rl.runtime._compilation_cache import use_compilation_cache
+from async_rl.runtime._compilation_cache import compilation_cache
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._hosts import JoinedHosts
 from async_rl.runtime._options import Devices
@@ -52,7 +52,13 @@ def join_hosts(devices: Devices) -> Iterator[Hosts]:
   Raises:
     HostError: if another process failed or was lost inside of the context.
   """
-  use_compilation_cache(devices.compilation_cache)
+  with compilation_cache(devices.compilation_cache), _joined(devices) as hosts:
+    yield hosts
+
+
+@contextlib.contextmanager
+def _joined(devices: Devices) -> Iterator[Hosts]:
+  """Does what `join_hosts` says but for the cache."""
   if not jax.distributed.is_initialized() and not _initialize(devices):
     yield Hosts()
     return
