@@ -99,11 +99,7 @@ class Session:
     self._prompts = PromptStream(
       inputs.encoder, inputs.prompts, training.seed, training.epochs, self._prompt_check.skipped
     )
-    if not list_folder(folder.checkpoints) and has_steps(folder.metrics):
-      raise CheckpointError(
-        f"{folder.path} holds a run whose checkpoints are missing: restore {folder.checkpoints}, or pass --overwrite "
-        "to delete the run and start again."
-      )
+    check_checkpoints(folder, hosts)
     self._checkpoints: Checkpointer = NoCheckpointer(folder.checkpoints)
     if roles.learns:
       self._checkpoints = experiment.make_checkpointer(folder.checkpoints, processes=roles.learners)
@@ -378,3 +374,15 @@ class Session:
     with self.actor.paused():
       host = self.host_state.collect()
     self._checkpoints.save(self.version, self.state, host, states_of_samplers(self.hosts, self._roles, host))
+
+
+def check_checkpoints(folder: RunFolder, hosts: Hosts) -> None:
+  """Refuses a run that took steps and has no checkpoint, not even an unfinished one.
+
+  The first process alone looks, before it deletes what is unfinished: others might look after that.
+  """
+  if hosts.first and not list_folder(folder.checkpoints) and has_steps(folder.metrics):
+    raise CheckpointError(
+      f"{folder.path} holds a run whose checkpoints are missing: restore {folder.checkpoints}, or pass --overwrite "
+      "to delete the run and start again."
+    )

@@ -8,6 +8,7 @@ from tiny import tiny
 
 from async_rl import recording
 from async_rl import runtime
+from async_rl.runtime._session import check_checkpoints
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -119,3 +120,17 @@ def test_what_is_left_is_resumed_and_the_loss_is_told(stopped, tmp_path, capfd, 
   assert (summary.folder.checkpoints / "5" / "params").is_dir()
   console = capfd.readouterr().err
   assert re.search(words, console), console
+
+
+def test_the_first_process_alone_looks_for_checkpoints(tmp_path):
+  """It deletes an unfinished one when it opens them, which another process may see as none at all."""
+  hosts = runtime.Hosts()
+  with recording.RunFolder.open(tmp_path / "run", "run", {}) as folder:
+    folder.metrics.write_text('{"step": 1}\n')
+    (folder.checkpoints / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    check_checkpoints(folder, hosts)
+    (folder.checkpoints / "0.orbax-checkpoint-tmp").rmdir()
+    with pytest.raises(recording.CheckpointError, match="checkpoints are missing"):
+      check_checkpoints(folder, hosts)
+    hosts.index = 1
+    check_checkpoints(folder, hosts)
