@@ -36,6 +36,7 @@ from async_rl.models._reward_model import RewardModel
 from async_rl.models._sharding import AXES
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import RULES
+from async_rl.models._sharding import mesh_of_one
 from async_rl.models._sharding import named_mesh
 from async_rl.models._sharding import param_shardings
 from async_rl.models._sharding import param_specs

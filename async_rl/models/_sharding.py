@@ -37,6 +37,11 @@ def named_mesh(devices: np.ndarray, names: Sequence[str] = AXES) -> Mesh:
   return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
+def mesh_of_one(device: jax.Device, names: Sequence[str] = AXES) -> Mesh:
+  """Returns the mesh of one device, all of whose axes have size 1."""
+  return named_mesh(np.array([device]).reshape([1] * len(names)), names)
+
+
 def row_parts(mesh: Mesh | None) -> int:
   """Returns the number of parts into which a mesh splits rows."""
   return 1 if mesh is None else math.prod(size for axis, size in mesh.shape.items() if axis in ROWS)

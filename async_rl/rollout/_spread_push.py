@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from async_rl.models import Params
-from async_rl.models import named_mesh
+from async_rl.models import mesh_of_one
 from async_rl.rollout._weight_link import WeightLink
 from async_rl.rollout._weight_push import Arrived
 from async_rl.rollout._weight_push import Staged
@@ -55,8 +54,7 @@ def _on_one(device: jax.Device, targets: Params) -> Params:
   """Returns the shardings of the same arrays on one device."""
 
   def on_one(sharding: NamedSharding) -> NamedSharding:
-    names = sharding.mesh.axis_names
-    return NamedSharding(named_mesh(np.array([device]).reshape([1] * len(names)), names), PartitionSpec())
+    return NamedSharding(mesh_of_one(device, sharding.mesh.axis_names), PartitionSpec())
 
   return jax.tree.map(on_one, targets)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from async_rl.models import Params
 from async_rl.models import Policy
-from async_rl.models import named_mesh
+from async_rl.models import mesh_of_one
 from async_rl.sampling import _decode
 from async_rl.sampling._checksum import join_sums
 from async_rl.sampling._checksum import weight_parts
@@ -87,7 +87,8 @@ class Engine(Sampler):
     self._vocab = vocab
     self._pad_id = pad_id
     self._stop_ids = tuple(int(i) for i in stop_ids)
-    self._programs = Programs(policy, config, self._stop_ids, _mesh_of_one() if mesh is None else mesh)
+    mesh = mesh_of_one(jax.local_devices()[0]) if mesh is None else mesh
+    self._programs = Programs(policy, config, self._stop_ids, mesh)
     self._cache = SlotCache(self._programs, config.slots)
     self._params: Params | None = None
     self._stale = False  # whether the cache must be recomputed under newer weights
@@ -336,10 +337,6 @@ class Engine(Sampler):
 
   def _live_rows(self) -> list[tuple[int, Sample]]:
     return [(row, s) for row, slot in enumerate(self._cache.slots) if (s := self._slots[slot]) is not None]
-
-
-def _mesh_of_one() -> Mesh:
-  return named_mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1))
 
 
 def _place(tree: Any, like: Any) -> Any:

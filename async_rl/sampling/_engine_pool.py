@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from async_rl._validation import check_multiple
 from async_rl.models import Params
 from async_rl.models import Policy
-from async_rl.models import named_mesh
+from async_rl.models import mesh_of_one
 from async_rl.sampling._engine import Engine
 from async_rl.sampling._sampler import Counters
 from async_rl.sampling._sampler import Sampler
@@ -53,7 +53,7 @@ class EnginePool(Sampler):
   def __init__(
     self, policy: Policy, config: SamplerConfig, stop_ids: Sequence[int], pad_id: int, mesh: Mesh | None = None
   ):
-    mesh = named_mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1)) if mesh is None else mesh
+    mesh = mesh_of_one(jax.local_devices()[0]) if mesh is None else mesh
     own, meshes = split_engines(config, mesh)
     self._config = config
     self._engines = [Engine(policy, own, stop_ids, pad_id, one) for one in meshes]
@@ -194,8 +194,7 @@ def split_engines(config: SamplerConfig, mesh: Mesh) -> tuple[SamplerConfig, lis
       f"*slots* must be at least samples on each of {count} devices, got slots={config.slots}, "
       f"samples={config.group_size}; raise it to {config.group_size * count}."
     )
-  shape = [1] * len(mesh.axis_names)
-  meshes = [named_mesh(np.array([device]).reshape(shape), mesh.axis_names) for device in mesh.devices.flat]
+  meshes = [mesh_of_one(device, mesh.axis_names) for device in mesh.devices.flat]
   return dataclasses.replace(config, slots=config.slots // count), meshes
 
 
