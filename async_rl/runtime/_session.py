@@ -103,6 +103,8 @@ class Session:
     self._checkpoints: Checkpointer = NoCheckpointer(folder.checkpoints)
     if roles.learns:
       self._checkpoints = experiment.make_checkpointer(folder.checkpoints, processes=roles.learners)
+    if hosts.first and self._checkpoints.latest_step is None:
+      delete(folder.metrics)  # of steps to be taken again; a next start would take them for those of lost checkpoints
     self._ledger = Ledger()
     self.buffer = RolloutBuffer(
       training.groups // len(roles.samplers) if roles.samples else 0,

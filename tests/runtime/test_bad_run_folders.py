@@ -8,7 +8,7 @@ from tiny import tiny
 
 from async_rl import recording
 from async_rl import runtime
-from async_rl.runtime._session import check_checkpoints
+from async_rl.runtime import _session
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -128,9 +128,27 @@ def test_the_first_process_alone_looks_for_checkpoints(tmp_path):
   with recording.RunFolder.open(tmp_path / "run", "run", {}) as folder:
     folder.metrics.write_text('{"step": 1}\n')
     (folder.checkpoints / "0.orbax-checkpoint-tmp").mkdir(parents=True)
-    check_checkpoints(folder, hosts)
+    _session.check_checkpoints(folder, hosts)
     (folder.checkpoints / "0.orbax-checkpoint-tmp").rmdir()
     with pytest.raises(recording.CheckpointError, match="checkpoints are missing"):
-      check_checkpoints(folder, hosts)
+      _session.check_checkpoints(folder, hosts)
     hosts.index = 1
-    check_checkpoints(folder, hosts)
+    _session.check_checkpoints(folder, hosts)
+
+
+def test_a_start_that_ends_before_a_first_checkpoint_is_complete_is_no_loss(stopped, tmp_path, monkeypatch):
+  folder = tmp_path / "run"
+  shutil.copytree(stopped, folder)
+  shutil.rmtree(folder / "checkpoints")
+  (folder / "checkpoints" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+
+  def dies(self, stack):
+    self._checkpoints.close()
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(_session.Session, "open", dies)
+    with pytest.raises(KeyboardInterrupt):
+      make(folder, steps=4)
+  assert not any((folder / "checkpoints").iterdir())
+  assert make(folder, steps=1).version == 1
