@@ -134,13 +134,18 @@ def test_the_checksum_of_a_samplers_weights_reads_them_once(tpu_chips):
     assert costs.exchanges[0].nbytes < 100
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4 one host", "v6e:4x4", "v5p:2x2x2"])
-def test_the_compiler_accepts_the_splits_of_slices(topology):
+@pytest.mark.parametrize(
+  ("topology", "hosts", "chips", "refusals"),
+  [
+    ("v5e:2x4 one host", 1, 8, []),
+    ("v6e:4x4", 4, 4, ["v6e:4x4, 4 hosts, 3 of 4 chips of every host generate"]),
+    ("v5p:2x2x2", 2, 4, []),
+  ],
+)
+def test_the_compiler_accepts_the_splits_of_slices(topology, hosts, chips, refusals):
   """Of more slices, `python tests/studies/tpu_splits.py` shows it."""
   pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
   outcomes = tpu_splits.outcomes(topology)
-  chips = 8 if "one host" in topology else 4
-  assert len(outcomes) == chips - 1
-  refused = [split for split, outcome in outcomes.items() if outcome == "refused"]
-  assert refused == (["v6e:4x4, 4 hosts, 3 of 4 generate"] if topology == "v6e:4x4" else [])
+  assert len(outcomes) == chips - 1 + hosts - 1
+  assert [split for split, outcome in outcomes.items() if outcome == "refused"] == refusals
   assert set(outcomes.values()) <= {"refused", "learns and generates"}
