@@ -217,7 +217,7 @@ class RunFolder:
 
   def remove(self) -> None:
     """Deletes what this run wrote, puts back the run that it replaced, and releases the lock."""
-    for entry in _entries_of_run(self.path):
+    for entry in _mark_last(_entries_of_run(self.path)):
       delete(entry)
     _put_back(self.path)
     if isinstance(self.path, pathlib.Path) and [entry.name for entry in list_folder(self.path)] == [_LOCK]:
@@ -293,6 +293,8 @@ def _lock_file(path: pathlib.Path) -> TextIO:
 def _check_no_foreign_files(path: Path) -> None:
   names = {entry.name for entry in list_folder(path)}
   holds_run = _MARK in names or (path / _REPLACED / _MARK).exists()
+  if not holds_run and {"checkpoints", "config.txt"} <= names:
+    raise RunFolderError(f"{path} holds a run whose {_MARK} is missing: restore it, or choose another folder")
   ours = {_LOCK, _REPLACED, "run.tmp"}
   if not holds_run and any(name not in ours and not name.startswith(PROBE) for name in names):
     raise RunFolderError(f"{path} contains files that do not belong to a run: choose another folder")
@@ -322,7 +324,7 @@ def _set_aside(path: Path) -> None:
   """
   entries = _entries_of_run(path)
   if list_folder(path / _REPLACED) and not _has_checkpoint(path):
-    for entry in entries:
+    for entry in _mark_last(entries):
       delete(entry)
     return
   if entries:

@@ -239,6 +239,16 @@ def test_a_run_is_put_back_also_if_two_others_in_its_place_never_began(tmp_path)
   assert content(tmp_path) == old
 
 
+def test_a_run_without_its_mark_is_named_as_such(tmp_path):
+  old = make_old_run(tmp_path)
+  (tmp_path / "run.json").unlink()
+  with pytest.raises(RunFolderError, match="holds a run whose run.json is missing: restore it, or choose"):
+    RunFolder.open(tmp_path, "old", {"seed": 0})
+  (tmp_path / "run.json").write_text(old["run.json"])
+  with RunFolder.open(tmp_path, "old", {"seed": 0}) as folder:
+    assert folder.resumed
+
+
 def test_what_a_full_disk_leaves_of_a_new_folder_is_no_obstacle(tmp_path, monkeypatch):
   def full(self, text):
     self.touch()
