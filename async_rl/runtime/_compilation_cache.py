@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import pathlib
+import platform
 import sys
 from collections.abc import Iterator
 
@@ -17,8 +20,9 @@ def compilation_cache(enabled: bool) -> Iterator[None]:
   """Keeps the programs that this process compiles, and reads those that an earlier one kept; or does neither inside.
 
   They are kept in the folder that JAX was given, as by $JAX_COMPILATION_CACHE_DIR, else in `programs` of
-  $ASYNC_RL_CACHE, by default ~/.cache/async_rl. Where that cannot be made, everything is compiled, and a line says so.
-  JAX tells programs apart by their text, their devices, the compiler's version and its flags.
+  $ASYNC_RL_CACHE, by default ~/.cache/async_rl, for each kind of processor. Where that cannot be made, everything is
+  compiled, and a line says so. JAX tells programs apart by their text, their devices, the compiler's version and its
+  flags.
 
   Args:
     enabled: whether to do so, also after the context, whose end only turns on again what `False` turned off.
@@ -38,7 +42,7 @@ def compilation_cache(enabled: bool) -> Iterator[None]:
 
 
 def _use_own_folder() -> None:
-  folder = cache_folder() / "programs"
+  folder = cache_folder() / "programs" / _processor()
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
@@ -46,3 +50,12 @@ def _use_own_folder() -> None:
     return
   jax.config.update("jax_compilation_cache_dir", str(folder))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # there are dozens of small ones
+
+
+def _processor() -> str:
+  """Returns a short name of the kind of this machine's processor, since machines of several kinds may share a home."""
+  features = ""
+  with contextlib.suppress(OSError):
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+  return hashlib.sha256((platform.machine() + features).encode()).hexdigest()[:8]
