@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The project's one check: lint, format, types, unit tests and doctests, a smoke run of every config, the notebooks.
 # Makes its own virtual environment; needs no compiler.   bash tests/run.sh [--slow | pytest options]
-# With --slow also what takes long and repeats, as a whole command, what other tests see in parts; four minutes more.
+# With --slow also what takes long and repeats, as a whole command, what other tests see in parts; several minutes more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE  # without files of bytecode, every process would compile JAX and Orbax for 4 s again

@@ -104,6 +104,7 @@ def test_every_config_runs(name, trained, monkeypatch, capfd):
 
 
 @pytest.mark.usefixtures("two_devices")
+@pytest.mark.slow
 def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capfd, draws_pictures):
   """The command in a process of its own, on two devices, is killed; the same command ends the run."""
   monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from learning_helpers import CONFIG
 from learning_helpers import POLICY
 from learning_helpers import make_groups
@@ -60,6 +61,7 @@ def gradient(dtype):
   return np.concatenate([(a - b).ravel() for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)])
 
 
+@pytest.mark.slow
 def test_the_gradient_is_closer_to_that_of_float32_than_in_bfloat16():
   exact = gradient("float32")
   errors = {dtype: np.linalg.norm(gradient(dtype) - exact) / np.linalg.norm(exact) for dtype in ("bfloat16", "float16")}

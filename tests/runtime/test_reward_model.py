@@ -240,6 +240,7 @@ def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path):
   assert all(row["eval/accuracy"] != row["eval/proxy"] for row in evaluations.values())
 
 
+@pytest.mark.slow
 def test_with_adapters_the_reference_is_kept_as_adapters_and_the_reward_model_has_none(tmp_path):
   make = lambda name, steps: words(tmp_path / name, lora_rank=2, max_lag=0, steps=steps)
   whole = runtime.train(make("whole", 4))

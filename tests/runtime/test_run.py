@@ -237,6 +237,7 @@ def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeyp
     runtime.train(tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))
 
 
+@pytest.mark.slow
 def test_evaluations_are_not_idle_time(tmp_path, monkeypatch):
   def slow(*args, **options):
     time.sleep(1.5)

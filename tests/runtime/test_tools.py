@@ -89,6 +89,7 @@ def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   np.testing.assert_allclose(rewards.mean(), last["eval/accuracy"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
   make = lambda name: talk(tmp_path / name, lag="heavy", max_lag=3, checkpoint_every=2)
   rows, whole, host = run(make("whole"))

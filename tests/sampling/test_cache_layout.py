@@ -23,6 +23,7 @@ def by_position(heads, backend):
   return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
 
 
+@pytest.mark.slow
 def test_the_order_of_the_cache_changes_no_sample(monkeypatch):
   monkeypatch.setattr(_programs, "_cache_format", by_position)
   policy, params = make()

@@ -18,7 +18,7 @@ SIZED = dataclasses.replace(CONFIG, slots=32, max_new_tokens=12)  # the last sam
 
 
 @pytest.mark.usefixtures("interpreted_kernels")
-@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 1}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str)
 def test_samples_and_their_logprobs_are_those_of_plain_attention(axes):
   policy = make()[0]
   config = dataclasses.replace(policy.config, sliding_window=6, global_every=2)  # heads of 8, filled up to 128
