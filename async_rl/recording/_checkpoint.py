@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -25,10 +24,12 @@ from async_rl._paths import list_folder
 from async_rl._paths import make_folder
 from async_rl._paths import move
 from async_rl.models import split_trainable
-from async_rl.recording._archive import from_archive
 from async_rl.recording._archive import to_archive
 from async_rl.recording._frozen import restore_frozen
 from async_rl.recording._frozen import save_frozen
+from async_rl.recording._host_archives import HostHandler
+from async_rl.recording._host_archives import HostRestore
+from async_rl.recording._host_archives import HostSave
 from async_rl.recording._run_folder import differences
 from async_rl.types import TrainState
 
@@ -94,7 +95,7 @@ class Checkpointer:
     handlers = {
       "params": ocp.StandardCheckpointHandler(multiprocessing_options=self._processes),
       "optimizer": ocp.StandardCheckpointHandler(multiprocessing_options=self._processes),
-      "host": _HostHandler(),
+      "host": HostHandler(),
       "meta": ocp.JsonCheckpointHandler(),
     }
     if read_only and not list_folder(self.folder):
@@ -145,7 +146,7 @@ class Checkpointer:
     items = ocp.args.Composite(
       params=ocp.args.StandardSave(state.params),
       optimizer=ocp.args.StandardSave({"opt_state": state.opt_state, "version": state.version}),
-      host=_HostSave(archives),
+      host=HostSave(archives),
       meta=ocp.args.JsonSave(self._fingerprint | ({"base": self._base} if self._base else {})),
     )
     with self._explained(f"cannot be written at step {step}", _WRITE_REMEDY):
@@ -193,7 +194,7 @@ class Checkpointer:
       "params": abstract.params,
       "optimizer": {"opt_state": abstract.opt_state, "version": abstract.version},
     }
-    items = self._restore(step, targets, host=_HostRestore())
+    items = self._restore(step, targets, host=HostRestore())
     return TrainState(items["params"], **items["optimizer"]), items["host"]
 
   def restore_params(self, abstract: Any, step: int | None = None) -> Any:
@@ -371,32 +372,3 @@ def _shapes(tree: Any) -> dict[str, str]:
     jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(x.dtype).name}{list(x.shape)}"
     for path, x in leaves
   }
-
-
-class _HostHandler(ocp.CheckpointHandler):
-  """Keeps one numpy archive per process."""
-
-  def save(self, directory: Any, args: _HostSave) -> None:
-    for process, archive in args.archives.items():
-      _host_file(directory, process).write_bytes(archive)
-
-  def restore(self, directory: Any, args: Any = None) -> list[dict[str, Any]]:
-    del args
-    processes = len(list(directory.glob("process_*.npz")))
-    return [from_archive(_host_file(directory, i).read_bytes()) for i in range(processes)]
-
-
-@ocp.args.register_with_handler(_HostHandler, for_save=True)
-@dataclasses.dataclass
-class _HostSave(ocp.args.CheckpointArgs):
-  archives: Mapping[int, bytes]
-
-
-@ocp.args.register_with_handler(_HostHandler, for_restore=True)
-@dataclasses.dataclass
-class _HostRestore(ocp.args.CheckpointArgs):
-  pass
-
-
-def _host_file(directory: Any, process: int) -> Any:
-  return directory / f"process_{process}.npz"
