@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
@@ -31,6 +30,7 @@ import numpy as np
 
 from async_rl import models
 from async_rl import sampling
+from async_rl import stabilizers
 from async_rl import tasks
 from async_rl.types import Prompt
 from async_rl.types import Request
@@ -47,14 +47,17 @@ def make_requests(folder: str, tokenizer: models.Tokenizer, count: int) -> list[
   return [Request(ticket, ids, Prompt(ticket, "", None)) for ticket, ids in enumerate(long)]
 
 
+#: The learner's program, compiled once for each policy.
+_score = jax.jit(models.score, static_argnums=0)
+
+
 def score(policy: models.Policy, params: models.Params, tokens: np.ndarray) -> tuple[np.ndarray, float]:
   """Returns the log-probabilities of whole rows, [B, T], and the seconds of a call."""
   ones, positions = np.ones_like(tokens), np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-  program = jax.jit(functools.partial(models.score, policy))
   seconds = []
   for _ in range(6):
     start = time.perf_counter()
-    logprobs = jax.device_get(program(params, tokens, ones, positions).logprobs)
+    logprobs = jax.device_get(_score(policy, params, tokens, ones, positions).logprobs)
     seconds.append(time.perf_counter() - start)
   return logprobs, min(seconds[1:])
 
@@ -77,14 +80,13 @@ def measure(
   learner, exact = learner[:, PROMPT:], exact[:, PROMPT:]
   difference = learner - drawn
   sums = difference.sum(axis=1)
-  weights = np.exp(sums - sums.max())
   return {
     "dtype": policy.dtype,
     "residual_dtype": policy.residual_dtype,
     "mean": round(float(np.abs(difference).mean()), 5),
     "root_mean_square": round(float(np.sqrt(np.square(difference).mean())), 5),
     "of_a_completion": round(float(sums.std()), 4),
-    "effective_sample_size": round(float(weights.sum() ** 2 / np.square(weights).sum() / len(weights)), 4),
+    "effective_sample_size": round(float(stabilizers.ess_ratio(sums)), 4),
     "sampler_to_float32": round(float(np.abs(drawn - exact).mean()), 5),
     "learner_to_float32": round(float(np.abs(learner - exact).mean()), 5),
     "score_ms": round(1e3 * seconds, 2),
