@@ -2,7 +2,6 @@
 
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._batch import pack
-from async_rl.learning._learner import HEAD_CHUNK
 from async_rl.learning._learner import Learner
 from async_rl.learning._learner_metrics import METRICS
 from async_rl.learning._objective import AGGREGATIONS

@@ -33,9 +33,6 @@ from async_rl.types import TrainState
 
 Array = jax.Array
 
-#: The number of a device's tokens whose logits are formed at a time.
-HEAD_CHUNK = 4096
-
 
 class Learner(PlacedModel):
   """Builds the state and the step of one training run.
@@ -77,7 +74,7 @@ class Learner(PlacedModel):
     mesh: Mesh,
     *,
     temperature: float = 1.0,
-    head_chunk: int = HEAD_CHUNK,
+    head_chunk: int = models.HEAD_CHUNK,
     max_lag: int | None = None,
   ):
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)

@@ -25,6 +25,7 @@ from async_rl.models._lora import split_trainable
 from async_rl.models._model_config import ModelConfig
 from async_rl.models._model_config import RopeScaling
 from async_rl.models._model_config import rope_frequencies
+from async_rl.models._policy import DTYPES
 from async_rl.models._policy import REMAT
 from async_rl.models._policy import Cache
 from async_rl.models._policy import Params
@@ -42,6 +43,7 @@ from async_rl.models._sharding import param_shardings
 from async_rl.models._sharding import param_specs
 from async_rl.models._sharding import row_parts
 from async_rl.models._sharding import with_shardings
+from async_rl.models._token_stats import HEAD_CHUNK
 from async_rl.models._token_stats import Scored
 from async_rl.models._token_stats import TokenStats
 from async_rl.models._token_stats import score

@@ -22,6 +22,8 @@ Array = jax.Array
 
 #: Elements that devices exchange at a time. XLA turns larger scatters (over 2**27 for TPUs) into sums of the whole.
 _LARGEST_EXCHANGE = 2**25
+#: The number of a device's tokens whose logits are formed at a time.
+HEAD_CHUNK = 4096
 #: The policies' `remat` with which the backward pass forms no logits again.
 _KEEPING = ("none", "activations", "projections")
 
@@ -61,7 +63,7 @@ def score(
   *,
   scored: Scored | None = None,
   temperature: float = 1.0,
-  chunk: int = 4096,
+  chunk: int = HEAD_CHUNK,
 ) -> TokenStats:
   """Returns the statistics of every token given those before it in its segment.
 
@@ -188,20 +190,21 @@ class _Chunks:
     self._tokens = targets.size // ways
     self._size = min(size, self._tokens)
     self._scored = scored
+    self._back = None if scored is None else jnp.argsort(scored.order, axis=1)
     self.turns = -(-(self._tokens if scored is None else scored.most) // self._size)
 
   def enter(self, x: Array) -> Array:
     """Brings [R, T, ...] into the order of chunks."""
     x = x.reshape(self._ways, self._tokens, *x.shape[2:])
     if self._scored is not None:
-      x = jax.vmap(lambda x, places: x[places])(x, self._scored.order)
+      x = _take(x, self._scored.order)
     return jnp.pad(x, [(0, 0), (0, -self._tokens % self._size)] + [(0, 0)] * (x.ndim - 2))
 
   def leave(self, x: Array) -> Array:
     """Brings [W, P, ...] back into [R, T, ...]."""
     x = x[:, : self._tokens]
-    if self._scored is not None:
-      x = jax.vmap(lambda x, places: x[places])(x, jnp.argsort(self._scored.order, axis=1))
+    if self._back is not None:
+      x = _take(x, self._back)
     return x.reshape(*self._shape, *x.shape[2:])
 
   def slice(self, x: Array, i: Array) -> Array:
@@ -211,6 +214,11 @@ class _Chunks:
   def update(self, x: Array, i: Array, new: Array) -> Array:
     """Returns [W, P, ...] with another chunk i."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, i * self._size, axis=1)
+
+
+def _take(x: Array, places: Array) -> Array:
+  """Returns the entries of [W, P, ...] at places [W, N] of each device."""
+  return jax.vmap(lambda x, places: x[places])(x, places)
 
 
 def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:

@@ -2,9 +2,11 @@
 
     python -m experiments.benchmarks.learner_speed            # one GPU with 80 GB, about 2 minutes
     python -m experiments.benchmarks.learner_speed --smoke    # any machine, seconds; checks that it runs
+    python -m experiments.benchmarks.learner_speed --dtype bfloat16 float16 --profile DIR
 
 A random model of Qwen3-0.6B's shape takes steps with AdamW, clipping and the effective-sample-size scaling on groups of
-eight sequences of one length, in bfloat16 with float32 master weights.
+eight sequences of one length, with float32 master weights, in bfloat16 unless `--dtype` and `--residual-dtype` say
+otherwise. `--profile` adds a step that is traced by `jax.profiler` for every row.
 
 The operations that count are those of the model, nothing for what is computed twice:
 
@@ -14,15 +16,16 @@ with N parameters in the matrices of L layers, H heads of width d, T tokens of a
 square), width D and V tokens of the vocabulary. Their share of the peak is the MFU (model FLOPs utilization).
 
 Prints a row per case and writes learner_speed.json. Columns: sequences, the prompt's and the completion's tokens, rows
-and tokens of a micro-batch, how many of these a step has; what the backward pass recomputes (`--remat` chooses);
-seconds to compile; ms of a step, the median, the shortest and the longest; MFU; GiB that the step needs beside the
-state.
+and tokens of a micro-batch, how many of these a step has; what the backward pass recomputes (`--remat` chooses); the
+dtypes of activations and of the residual stream; seconds to compile; ms of a step, the median, the shortest and the
+longest; MFU; GiB that the step needs beside the state.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import time
@@ -84,21 +87,20 @@ class Step:
   """A compiled step, its state and its batch.
 
   Args:
-    config: the model.
+    policy: the model.
     case: the case.
-    remat: what the backward pass recomputes, as in `models.Policy`.
   """
 
-  def __init__(self, config: models.ModelConfig, case: Case, remat: str):
+  def __init__(self, policy: models.Policy, case: Case):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
     objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
     mesh = rollout.make_mesh(jax.devices()[:1])
-    learner = learning.Learner(models.Policy(config, remat=remat), optimizer, objective, case.shape(), mesh)
+    learner = learning.Learner(policy, optimizer, objective, case.shape(), mesh)
     start = time.perf_counter()
     self._compiled = learner.trace_step().lower().compile()
     self.compile_seconds = time.perf_counter() - start
     self._state: TrainState = learner.init(jax.random.key(0))
-    self._batch: Batch = learner.put(make_batch(case.shape(), config.vocab_size))
+    self._batch: Batch = learner.put(make_batch(case.shape(), policy.config.vocab_size))
     self.micro_batches = int(self._batch.used)
 
   @property
@@ -114,7 +116,7 @@ class Step:
     return time.perf_counter() - start
 
 
-def row(config: models.ModelConfig, case: Case, remat: str, step: Step, seconds: list[float]) -> dict[str, Any]:
+def row(policy: models.Policy, case: Case, step: Step, seconds: list[float]) -> dict[str, Any]:
   """Returns the row of a case."""
   median = float(np.median(seconds))
   return {
@@ -123,10 +125,12 @@ def row(config: models.ModelConfig, case: Case, remat: str, step: Step, seconds:
     "completion": case.completion,
     "rows": f"{case.rows} x {case.row_tokens}",
     "micro_batches": step.micro_batches,
-    "remat": remat,
+    "remat": policy.remat,
+    "dtype": policy.dtype,
+    "residual_dtype": policy.residual_dtype,
     "compile_s": round(step.compile_seconds, 1),
     "ms": [round(1e3 * x, 1) for x in (median, min(seconds), max(seconds))],
-    "mfu": round(case.operations(config) / median / chip_of(jax.devices()[0]).flops, 3),
+    "mfu": round(case.operations(policy.config) / median / chip_of(jax.devices()[0]).flops, 3),
     "temporaries_GiB": round(step.temporaries / 2**30, 1),
   }
 
@@ -134,6 +138,9 @@ def row(config: models.ModelConfig, case: Case, remat: str, step: Step, seconds:
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--remat", nargs="+", default=["activations"], choices=models.REMAT)
+  parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=models.DTYPES)
+  parser.add_argument("--residual-dtype", choices=models.DTYPES, help="by default as models.Policy has it")
+  parser.add_argument("--profile", help="a folder for traces of one step each")
   parser.add_argument("--repeats", type=int, default=10)
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("learner_speed.json"))
@@ -143,12 +150,16 @@ def main(arguments: list[str] | None = None) -> None:
   print(f"{device}, jax {jax.__version__}")
   rows: list[dict[str, Any]] = []
   for case in SMOKE_CASES if args.smoke else CASES:
-    for remat in args.remat:
-      step = Step(config, case, remat)
+    for dtype, remat in itertools.product(args.dtype, args.remat):
+      policy = models.Policy(config, dtype, remat=remat, residual_dtype=args.residual_dtype)
+      step = Step(policy, case)
       for _ in range(WARM_UPS):
         step()
-      rows.append(row(config, case, remat, step, [step() for _ in range(args.repeats)]))
+      rows.append(row(policy, case, step, [step() for _ in range(args.repeats)]))
       print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+      if args.profile:
+        with jax.profiler.trace(args.profile):
+          step()
       del step
   args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1) + "\n")
 

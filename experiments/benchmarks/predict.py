@@ -36,6 +36,7 @@ from experiments.benchmarks.stabilizer_cost import make_batch
 from experiments.plan._chips import CHIPS
 from experiments.plan._chips import Chip
 from experiments.plan._jaxpr_costs import count_traced
+from experiments.plan._request import head_chunks
 from experiments.plan._summary import seconds_of
 
 
@@ -46,12 +47,7 @@ class LearnerCase:
   rows: int
   row_tokens: int
   remat: str
-  head_chunk: int = learning.HEAD_CHUNK
-
-  @property
-  def head_chunks(self) -> int:
-    """Returns the chunks of tokens for which logits are formed in a micro-batch, half of it completions."""
-    return -(-self.rows * self.row_tokens // 2 // self.head_chunk)
+  head_chunk: int = models.HEAD_CHUNK
 
 
 LEARNER_CASES = (
@@ -96,7 +92,8 @@ def compare_learner(config: models.ModelConfig, case: LearnerCase, sequences: in
     return learning.Learner(policy, optimizer, objective, shape, mesh, head_chunk=case.head_chunk)
 
   batch = make_batch(shape, config.vocab_size)
-  predicted = predict(make_learner("splash").trace_step(), chip, (int(batch.used), case.head_chunks))
+  chunks = head_chunks(shape, 0.5, head_chunk=case.head_chunk)  # half of the tokens are completions
+  predicted = predict(make_learner("splash").trace_step(), chip, (int(batch.used), chunks))
   learner = make_learner("auto")
   state, placed = learner.init(jax.random.key(0)), learner.put(batch)
   seconds = []

@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import pathlib
 import re
 import sys
@@ -26,6 +25,7 @@ from jax.sharding import Mesh
 
 from async_rl import models
 from async_rl import runtime
+from async_rl._buckets import cache_folder
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
 from experiments.plan._chips import Chip
@@ -37,10 +37,9 @@ from experiments.plan._summary import Summary
 from experiments.plan._summary import summarize
 
 
-def cache_folder() -> pathlib.Path:
+def costs_folder() -> pathlib.Path:
   """Returns the folder of the costs of compiled programs: `plans` in $ASYNC_RL_CACHE, by default ~/.cache/async_rl."""
-  cache = os.environ.get("ASYNC_RL_CACHE") or pathlib.Path.home() / ".cache" / "async_rl"
-  return pathlib.Path(cache).expanduser() / "plans"
+  return cache_folder() / "plans"
 
 
 def loop_turns(request: Request, experiment: runtime.Experiment, program: str, mesh: Mesh) -> tuple[float, ...]:
@@ -48,7 +47,7 @@ def loop_turns(request: Request, experiment: runtime.Experiment, program: str, m
   if program == "decode":
     return (experiment.sampler_config.chunk,)
   tokens = request.prompt_tokens + request.completion_tokens
-  chunks = head_chunks(experiment, request.completion_tokens / tokens, models.row_parts(mesh))
+  chunks = head_chunks(experiment.batch_shape, request.completion_tokens / tokens, models.row_parts(mesh))
   return micro_batches(experiment, tokens), chunks
 
 
@@ -77,7 +76,7 @@ def measure(
   if not compiles:
     return summarize(*_count_traced(program, traced, turns, filled, len(devices)), [], chip, devices, {})
   lowered = traced.lower()
-  file = cache_folder() / f"{_key(lowered.as_text(), chip, devices, turns, filled)}.json"
+  file = costs_folder() / f"{_key(lowered.as_text(), chip, devices, turns, filled)}.json"
   if file.exists():
     return Summary(**json.loads(file.read_text()))
   compiled = lowered.compile()

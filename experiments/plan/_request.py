@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from async_rl import learning
+from async_rl import models
 from async_rl.runtime import Experiment
 from experiments import configs
 from experiments.plan._chips import Topology
@@ -94,13 +95,15 @@ def micro_batches(experiment: Experiment, mean_tokens: float) -> int:
   return min(shape.capacity, max(1, math.ceil(shape.sequences / together / shape.rows)))
 
 
-def head_chunks(experiment: Experiment, scored: float, devices: int) -> int:
+def head_chunks(
+  shape: learning.BatchShape, scored: float, devices: int = 1, head_chunk: int = models.HEAD_CHUNK
+) -> int:
   """Returns the chunks of tokens for which a device forms logits in a micro-batch, if it scores a share of its tokens.
 
   Args:
-    experiment: the experiment.
+    shape: the shape of the batch.
     scored: the share of tokens that are scored.
     devices: the devices over which rows are split.
+    head_chunk: the tokens of a chunk.
   """
-  shape = experiment.batch_shape
-  return math.ceil(scored * shape.rows * shape.row_tokens / devices / learning.HEAD_CHUNK)
+  return math.ceil(scored * shape.rows * shape.row_tokens / devices / head_chunk)
