@@ -63,7 +63,7 @@ class CopiedScore:
     """
     if self._unrolled:
       # Cast once: the matrices' gradients are in the compute dtype in any case, and those of the table are not.
-      layers = {part: params[part] for part in ("layers",) if part in params}
+      layers = {part: tree for part, tree in params.items() if part == "layers"}
       return models.unstack_layers(params | models.as_used(layers, self._dtype))
     if self._count == 1:
       return params

@@ -99,8 +99,12 @@ def done_by_learners(hosts: Hosts, roles: Roles, work: Callable[[], Result]) -> 
   """
   if not roles.apart:
     return work()
-  result = hosts.agree(work if roles.learns else lambda: None)
-  return from_archive(hosts.gather(to_archive({"result": result}) if hosts.first else b"")[0])["result"]
+  return from_first(hosts, hosts.agree(work if roles.learns else lambda: None))
+
+
+def from_first(hosts: Hosts, value: Any) -> Any:
+  """Returns the first process's value in all of them: what `to_archive` takes, tuples as lists."""
+  return from_archive(hosts.gather(to_archive({"value": value}) if hosts.first else b"")[0])["value"]
 
 
 def states_of_samplers(hosts: Hosts, roles: Roles, state: Mapping[str, Any]) -> dict[int, bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from async_rl.rollout._completion_arrays import failed_tokens
 from async_rl.rollout._ledger import Ledger
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._roles import Roles
+from async_rl.runtime._roles import from_first
 from async_rl.types import Group
 
 #: The run ends when this many steps in a row were skipped.
@@ -89,7 +89,7 @@ class StepLog:
     step, values = finished
     if self._roles.apart:
       numbers = {name: value for name, value in values.items() if isinstance(value, float)}
-      values |= json.loads(self._hosts.gather(json.dumps(numbers).encode())[0])
+      values |= from_first(self._hosts, numbers)
     drawn = values.pop("ledger/drawn")
     failed = values.pop("ledger/failed")
     self._close_tokens(drawn, failed, int(values["tokens/trained"]))

@@ -220,7 +220,7 @@ def scale_of_ratio(ratio: jax.Array, power: float | jax.Array, on_policy_ratio: 
 
 def scale_updates(updates: optax.Updates, scale: jax.Array, ratio: jax.Array) -> optax.Updates:
   """Returns *updates* times *scale* in their dtypes, and zeros where *ratio* is 0, whatever the updates are."""
-  scaled = jax.tree.map(lambda u: (scale * _gradient_statistics.at_least_float32(u)).astype(u.dtype), updates)
+  scaled = _gradient_statistics.scaled(updates, scale)
   return jax.tree.map(lambda u: jnp.where(ratio > 0, u, jnp.zeros_like(u)), scaled)
 
 

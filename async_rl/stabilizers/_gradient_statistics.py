@@ -32,6 +32,11 @@ def at_least_float32(x: jax.Array) -> jax.Array:
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def scaled(updates: Any, scale: jax.Array) -> Any:
+  """Returns a tree times *scale*, multiplied in float32 or wider, in its own dtypes."""
+  return jax.tree.map(lambda u: (scale * at_least_float32(u)).astype(u.dtype), updates)
+
+
 def global_norm(x: Any) -> jax.Array:
   """Returns the Euclidean norm over all leaves of a tree, float32 [] whatever their dtypes."""
   return jnp.sqrt(_arrays.tree_squared_norm(x))

@@ -79,7 +79,6 @@ def scale_by_lag(
       raise ValueError(f"*mean_lag* must be one number, got mean_lag.shape={jnp.shape(mean_lag)}.")
     lag = jnp.maximum(jnp.asarray(mean_lag, jnp.float32), reference)
     scale = jnp.power(reference / lag, power).astype(jnp.float32)
-    scaled = jax.tree.map(lambda u: (scale * _gradient_statistics.at_least_float32(u)).astype(u.dtype), updates)
-    return scaled, ScaleByLagState(scale)
+    return _gradient_statistics.scaled(updates, scale), ScaleByLagState(scale)
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -58,6 +58,11 @@ class Run(NamedTuple):
   seed: int
 
 
+def final_accuracy(curves: np.ndarray) -> float:
+  """Returns the accuracy of a run by its curves [len(CURVES), probes]."""
+  return float(np.mean(curves[CURVES.index("accuracy"), -LAST:], dtype=np.float32))
+
+
 class Results:
   """Curves of finished runs, float16 [len(CURVES), probes] each, in one file a task.
 
@@ -119,8 +124,7 @@ class Results:
     found: dict[float, list[float]] = {}
     for run, curves in self.curves.items():
       if run[:3] == (task, method, lag) and run.seed not in seeds:
-        late = curves[CURVES.index("accuracy"), -LAST:]
-        found.setdefault(run.rate, []).append(float(np.mean(late, dtype=np.float32)))
+        found.setdefault(run.rate, []).append(final_accuracy(curves))
     return max(found, key=lambda rate: float(np.mean(found[rate]))) if found else None
 
   def mean(self, run: Run, curve: str) -> float | None:

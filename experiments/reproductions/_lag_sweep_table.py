@@ -16,9 +16,8 @@ import numpy as np
 from experiments.reproductions._intervals import Interval
 from experiments.reproductions._intervals import interval
 from experiments.reproductions._lag_sweep_plan import GROUPS
-from experiments.reproductions._lag_sweep_plan import LAST
 from experiments.reproductions._lag_sweep_plan import Results
-from experiments.reproductions._lag_sweep_run import CURVES
+from experiments.reproductions._lag_sweep_plan import final_accuracy
 
 
 @dataclasses.dataclass
@@ -50,7 +49,7 @@ class Table:
     accuracy = np.full((len(rows), len(seeds)), np.nan, np.float32)
     for i, row in enumerate(rows.values()):
       for seed, curves in row.items():
-        accuracy[i, seeds.index(seed)] = curves[CURVES.index("accuracy"), -LAST:].mean()
+        accuracy[i, seeds.index(seed)] = final_accuracy(curves)
     means = [np.clip(np.mean(list(row.values()), axis=0), -6e4, 6e4) for row in rows.values()]
     return cls(list(rows), seeds, accuracy, np.array(means, np.float16))
 
