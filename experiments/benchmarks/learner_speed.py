@@ -42,8 +42,8 @@ from async_rl import stabilizers
 from async_rl.types import Batch
 from async_rl.types import TrainState
 from experiments.benchmarks import decode_speed
-from experiments.benchmarks.predict import chip_of
 from experiments.benchmarks.stabilizer_cost import make_batch
+from experiments.plan._chips import chip_of
 
 WARM_UPS = 4
 
@@ -83,6 +83,13 @@ CASES = (
 SMOKE_CASES = (Case(8, 16, 16, rows=2, row_tokens=64, row_sequences=3),)
 
 
+def make_learner(policy: models.Policy, case: Case, mesh: jax.sharding.Mesh) -> learning.Learner:
+  """Returns the learner that takes the steps of a case."""
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
+  objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
+  return learning.Learner(policy, optimizer, objective, case.shape(), mesh)
+
+
 class Step:
   """A compiled step, its state and its batch.
 
@@ -92,10 +99,7 @@ class Step:
   """
 
   def __init__(self, policy: models.Policy, case: Case):
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
-    objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
-    mesh = rollout.make_mesh(jax.devices()[:1])
-    learner = learning.Learner(policy, optimizer, objective, case.shape(), mesh)
+    learner = make_learner(policy, case, rollout.make_mesh(jax.devices()[:1]))
     start = time.perf_counter()
     self._compiled = learner.trace_step().lower().compile()
     self.compile_seconds = time.perf_counter() - start
@@ -130,7 +134,7 @@ def row(policy: models.Policy, case: Case, step: Step, seconds: list[float]) -> 
     "residual_dtype": policy.residual_dtype,
     "compile_s": round(step.compile_seconds, 1),
     "ms": [round(1e3 * x, 1) for x in (median, min(seconds), max(seconds))],
-    "mfu": round(case.operations(policy.config) / median / chip_of(jax.devices()[0]).flops, 3),
+    "mfu": round(case.operations(policy.config) / median / chip_of(jax.devices()[0].device_kind).flops, 3),
     "temporaries_GiB": round(step.temporaries / 2**30, 1),
   }
 

@@ -2,10 +2,13 @@
 
     python -m experiments.benchmarks.predict            # one H100 or H200, about 5 minutes
     python -m experiments.benchmarks.predict --smoke    # any machine, seconds; checks that it runs
+    cd experiments/benchmarks/results && python -m experiments.benchmarks.predict \\
+      --recorded learner_speed_h200.json decode_speed_h200.json    # any machine, a minute; measures nothing
 
-Every step is predicted as `python -m experiments.plan --topology h100:2` does, from the traced program and the chip's
-data sheet, and then measured: learner steps with AdamW and the effective-sample-size scaling on 64 sequences of 512
-tokens, decode steps through the engine, its host work included. Qwen3-0.6B's shape, random weights, bfloat16.
+Every step is predicted as `python -m experiments.plan --topology h100:2` does, from the program as it is traced for
+GPUs and the chip's data sheet, and then measured: learner steps with AdamW and the effective-sample-size scaling, and
+decode steps through the engine, its host work included. Qwen3-0.6B's shape, random weights, bfloat16. With `--recorded`
+the measured times are those in files of `learner_speed` and `decode_speed`.
 
 Prints a row per step, predicted and measured milliseconds and the error of the prediction, and writes predict.json. The
 aim is an error of at most 20 %. On a device that is not in the plan's table the predictions are those for an H100.
@@ -14,48 +17,39 @@ aim is an error of at most 20 %. On a device that is not in the plan's table the
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
+import itertools
 import json
+import math
 import pathlib
-import time
+from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from async_rl import learning
 from async_rl import models
 from async_rl import rollout
 from async_rl import sampling
-from async_rl import stabilizers
 from experiments.benchmarks import decode_speed
-from experiments.benchmarks.stabilizer_cost import make_batch
-from experiments.plan._chips import CHIPS
+from experiments.benchmarks import learner_speed
 from experiments.plan._chips import Chip
+from experiments.plan._chips import Topology
+from experiments.plan._chips import chip_of
+from experiments.plan._gpus import cudnn_as_there
 from experiments.plan._jaxpr_costs import count_traced
 from experiments.plan._request import head_chunks
 from experiments.plan._summary import seconds_of
 
-
-@dataclasses.dataclass(frozen=True)
-class LearnerCase:
-  """Rows of a micro-batch, tokens of a row, what the backward pass recomputes."""
-
-  rows: int
-  row_tokens: int
-  remat: str
-  head_chunk: int = models.HEAD_CHUNK
-
-
+#: What the backward pass recomputes, and the case.
 LEARNER_CASES = (
-  LearnerCase(16, 1024, "attention"),
-  LearnerCase(16, 1024, "full"),
-  LearnerCase(8, 512, "none"),
-  LearnerCase(64, 512, "attention"),
-  LearnerCase(64, 512, "activations"),
+  ("activations", learner_speed.CASES[0]),
+  ("projections", learner_speed.CASES[0]),
+  ("activations", learner_speed.CASES[2]),
+  ("full", learner_speed.CASES[2]),
+  ("activations", learner_speed.CASES[3]),
 )
 DECODE_CASES = (
   decode_speed.Case(64, 832),
@@ -64,46 +58,47 @@ DECODE_CASES = (
   decode_speed.Case(256, 320),
   decode_speed.Case(512, 320, capacity=576),
 )
-SMOKE_LEARNER_CASES = (LearnerCase(2, 32, "attention", head_chunk=16),)
+SMOKE_LEARNER_CASES = (("activations", learner_speed.SMOKE_CASES[0]),)
 SMOKE_DECODE_CASES = decode_speed.SMOKE_CASES[1:2]
 
 
-def chip_of(device: jax.Device) -> Chip:
-  """Returns the data sheet of a device, an H100's if it has none."""
-  return next((chip for name, chip in CHIPS.items() if name in device.device_kind.lower()), CHIPS["h100"])
-
-
-def predict(traced: jax.stages.Traced, chip: Chip, turns: Sequence[float]) -> float:
-  """Returns the seconds of a traced program."""
-  operations, kernels = count_traced(traced.jaxpr, turns)
+def predict(
+  trace: Callable[[jax.sharding.Mesh], jax.stages.Traced], chip: Chip, turns: Sequence[float], filled: float
+) -> float:
+  """Returns the seconds of a program of one GPU, which need not be there; see `count_traced`."""
+  mesh = rollout.make_mesh(Topology(chip, (1,)).devices())
+  with cudnn_as_there():
+    traced = trace(mesh)
+  operations, kernels = count_traced(traced.jaxpr, turns, filled=filled)
   return seconds_of(operations, chip) + seconds_of(kernels, chip, kernels=True)
 
 
-def compare_learner(config: models.ModelConfig, case: LearnerCase, sequences: int, chip: Chip) -> dict[str, Any]:
+def predict_learner(policy: models.Policy, case: learner_speed.Case, chip: Chip) -> float:
+  """Returns the seconds of a learner step of `learner_speed`."""
+  length = case.prompt + case.completion
+  micro_batches = math.ceil(case.sequences / (case.row_tokens // length) / case.rows)
+  turns = (micro_batches, head_chunks(case.shape(), case.completion / length))
+  return predict(lambda mesh: learner_speed.make_learner(policy, case, mesh).trace_step(), chip, turns, length)
+
+
+def predict_decode(
+  policy: models.Policy, case: decode_speed.Case, chunk: int, chip: Chip, computed: tuple[int, int], filled: float
+) -> float:
+  """Returns the seconds of a decode step of `decode_speed` on so many slots and positions, of which some are filled."""
+
+  def trace(mesh: jax.sharding.Mesh) -> jax.stages.Traced:
+    return sampling.Programs(policy, decode_speed.sampler_config(case, chunk), (), mesh).trace_decode(*computed)
+
+  return predict(trace, chip, [chunk], filled) / chunk
+
+
+def compare_learner(config: models.ModelConfig, remat: str, case: learner_speed.Case, chip: Chip) -> dict[str, Any]:
   """Returns the row of a learner step."""
-  half = min(256, case.row_tokens // 2)
-  shape = learning.BatchShape(sequences, case.row_tokens, case.rows, completion_tokens=half, prompt_tokens=half)
-  mesh = rollout.make_mesh(jax.devices()[:1])
-
-  def make_learner(attention: str) -> learning.Learner:
-    policy = models.Policy(config, remat=case.remat, attention=attention)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
-    objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
-    return learning.Learner(policy, optimizer, objective, shape, mesh, head_chunk=case.head_chunk)
-
-  batch = make_batch(shape, config.vocab_size)
-  chunks = head_chunks(shape, 0.5, head_chunk=case.head_chunk)  # half of the tokens are completions
-  predicted = predict(make_learner("splash").trace_step(), chip, (int(batch.used), chunks))
-  learner = make_learner("auto")
-  state, placed = learner.init(jax.random.key(0)), learner.put(batch)
-  seconds = []
-  for _ in range(7):
-    start = time.perf_counter()
-    state, metrics = jax.block_until_ready(learner.step(state, placed))
-    seconds.append(time.perf_counter() - start)
-  del metrics
-  name = f"learner {case.rows}x{case.row_tokens} x {int(batch.used)} remat {case.remat}"
-  return _row(name, predicted, float(np.median(seconds[2:])))
+  policy = models.Policy(config, remat=remat)
+  predicted = predict_learner(policy, case, chip)
+  step = learner_speed.Step(policy, case)
+  seconds = [step() for _ in range(7)]
+  return _row(_learner_name(case, step.micro_batches, remat), predicted, float(np.median(seconds[2:])))
 
 
 def compare_decode(config: models.ModelConfig, case: decode_speed.Case, chunk: int, chip: Chip) -> dict[str, Any]:
@@ -112,16 +107,40 @@ def compare_decode(config: models.ModelConfig, case: decode_speed.Case, chunk: i
   # Two programs: compiled as one, on a GPU they take minutes.
   params = jax.jit(functools.partial(sampling.prepare_weights, policy))(jax.jit(policy.init)(jax.random.key(0)))
   measured = decode_speed.measure(policy, params, case, chunk, chip.bandwidth)
-  mesh = rollout.make_mesh(jax.devices()[:1])
-  # XLA's products over what is filled stand for a kernel, of which the traced program shows no cost.
-  counted = dataclasses.replace(policy, attention="xla")
-  programs = sampling.Programs(counted, decode_speed.sampler_config(case, chunk), (), mesh)
-  slots, positions = measured["computed"]
-  if policy.cache_backend != "xla":
-    positions = measured["filled"]
-  predicted = predict(programs.trace_decode(slots, positions), chip, [chunk]) / chunk
-  name = f"decode {slots} slots, {positions} positions"
-  return _row(name, predicted, measured["ms_per_step"] / 1e3)
+  return _compare_recorded_decode(config, measured | {"attention": "auto"}, case, chunk, chip)
+
+
+def compare_recorded(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+  """Yields the rows of a file of `learner_speed` or `decode_speed`, as far as their programs are today's."""
+  chip, config = chip_of(result["device"]), decode_speed.QWEN3_06B
+  for row in result["rows"]:
+    if "mfu" in row and row.get("version") != "before":
+      learned = next(case for case in learner_speed.CASES if _describes(row, case))
+      policy = models.Policy(config, row.get("dtype", "bfloat16"), remat=row["remat"])
+      name = _learner_name(learned, row["micro_batches"], row["remat"])
+      yield _row(name, predict_learner(policy, learned, chip), row["ms"][0] / 1e3)
+    elif "computed" in row:
+      case = next(x for x in decode_speed.CASES if (x.slots, x.live or x.slots) == (row["slots"], row["live"]))
+      yield _compare_recorded_decode(config, row, case, 64, chip)
+
+
+def _describes(row: dict[str, Any], case: learner_speed.Case) -> bool:
+  sizes = (row["sequences"], row["prompt"], row["completion"], row["rows"])
+  return sizes == (case.sequences, case.prompt, case.completion, f"{case.rows} x {case.row_tokens}")
+
+
+def _compare_recorded_decode(
+  config: models.ModelConfig, row: dict[str, Any], case: decode_speed.Case, chunk: int, chip: Chip
+) -> dict[str, Any]:
+  policy, (slots, positions) = models.Policy(config, attention=row["attention"]), row["computed"]
+  filled = row["filled"] * row["live"] / slots  # of a free slot nothing
+  predicted = predict_decode(policy, case, chunk, chip, (slots, positions), filled)
+  name = f"decode {row['live']} of {slots} slots, {row['filled']} of {positions} positions, {row['attention']}"
+  return _row(name, predicted, row["ms_per_step"] / 1e3)
+
+
+def _learner_name(case: learner_speed.Case, micro_batches: int, remat: str) -> str:
+  return f"learner {case.rows}x{case.row_tokens} x {micro_batches} remat {remat}"
 
 
 def _row(name: str, predicted: float, measured: float) -> dict[str, Any]:
@@ -136,25 +155,32 @@ def _row(name: str, predicted: float, measured: float) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
+  parser.add_argument("--recorded", nargs="+", type=pathlib.Path, help="files of learner_speed and decode_speed")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("predict.json"))
   args = parser.parse_args(arguments)
-  chip = chip_of(jax.devices()[0])
-  config = decode_speed.SMOKE if args.smoke else decode_speed.QWEN3_06B
-  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, predicted for {chip.name}")
-  print(f"{'step':44}{'predicted ms':>14}{'measured ms':>14}{'error':>9}")
+  found = [json.loads(path.read_text()) for path in args.recorded or ()]
+  device = found[0]["device"] if found else jax.devices()[0].device_kind
+  chip = chip_of(device)
+  print(f"{device}, jax {jax.__version__}, predicted for {chip.name}")
+  print(f"{'step':54}{'predicted ms':>14}{'measured ms':>14}{'error':>9}")
   rows = []
-  for learner_case in SMOKE_LEARNER_CASES if args.smoke else LEARNER_CASES:
-    rows.append(compare_learner(config, learner_case, 8 if args.smoke else 64, chip))
-    _print(rows[-1])
-  for case in SMOKE_DECODE_CASES if args.smoke else DECODE_CASES:
-    rows.append(compare_decode(config, case, 8 if args.smoke else 64, chip))
-    _print(rows[-1])
-  result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "chip": chip.name, "rows": rows}
+  for row in itertools.chain(*map(compare_recorded, found)) if found else _measured(args.smoke, chip):
+    rows.append(row)
+    _print(row)
+  result = {"device": device, "jax": jax.__version__, "chip": chip.name, "rows": rows}
   args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def _measured(smoke: bool, chip: Chip) -> Iterator[dict[str, Any]]:
+  config = decode_speed.SMOKE if smoke else decode_speed.QWEN3_06B
+  for remat, learner_case in SMOKE_LEARNER_CASES if smoke else LEARNER_CASES:
+    yield compare_learner(config, remat, learner_case, chip)
+  for case in SMOKE_DECODE_CASES if smoke else DECODE_CASES:
+    yield compare_decode(config, case, 8 if smoke else 64, chip)
+
+
 def _print(row: dict[str, Any]) -> None:
-  print(f"{row['step']:44}{row['predicted_ms']:14.3f}{row['measured_ms']:14.3f}{row['error']:9.1%}", flush=True)
+  print(f"{row['step']:54}{row['predicted_ms']:14.3f}{row['measured_ms']:14.3f}{row['error']:9.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from async_rl._suggestions import suggestion
+from experiments.plan._gpus import StandIn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,11 @@ CHIPS = {
 }
 
 
+def chip_of(kind: str) -> Chip:
+  """Returns the data sheet of a kind of device, as JAX names it, an H100's if it has none."""
+  return next((chip for name, chip in CHIPS.items() if name in kind.lower()), CHIPS["h100"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
   """The accelerators to plan for.
@@ -90,19 +96,14 @@ class Topology:
     return math.prod(self.shape) * self.slices
 
   def devices(self) -> list[Any]:
-    """Returns the devices; those of TPUs from libtpu, in place of GPUs those that JAX has.
+    """Returns the devices; those of TPUs from libtpu, in place of GPUs what stands for them in tracing.
 
     Raises:
       ValueError: if the topology does not exist.
       ImportError: if it is one of TPUs and libtpu is missing.
     """
-    import jax
-
     if not self.chip.is_tpu:
-      found = jax.devices()
-      if len(found) < self.chips:
-        raise ValueError(f"{self} needs {self.chips} devices, JAX has {len(found)}.")
-      return found[: self.chips]
+      return [StandIn(number, f"NVIDIA {self.chip.name.upper()}") for number in range(self.chips)]
     try:
       import libtpu  # noqa: F401
     except ImportError as error:

@@ -23,7 +23,12 @@ _ALONE = {
   "dot_general", "conv_general_dilated", "pallas_call", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "cumprod",
   "gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice", "psum", "psum_invariant", "all_gather",
   "all_gather_invariant", "reduce_scatter", "all_to_all", "ppermute", "random_bits", "rng_bit_generator",
+  "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
+#: The products of cuDNN's attention, forward and backward, each of all queries with all keys that these see.
+_CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+#: Queries and keys that cuDNN's kernels take at a time: of a block on the diagonal the hidden half is computed, too.
+_CUDNN_BLOCK = 128
 _LOOPS = {"scan", "while", "cond", "shard_map"}
 #: Primitives that move nothing: they give a value another shape, or say how it lies.
 _VIEWS = {
@@ -80,7 +85,8 @@ def count_traced(
     turns: the turns of loops whose number depends on data, the outermost first; the last holds further in, too.
     devices: the number of devices that the program runs on.
     shares: the share of each argument that a device holds; `None` for all of it on one device.
-    filled: the mean of the filled positions of a row of a cache, for kernels that read no others; `None` for all.
+    filled: the mean of the filled positions of a row of a cache, or of the tokens of a packed row's segment, for
+      kernels that skip all others; `None` for whole rows.
 
   Returns:
     The operations outside of kernels, and the kernels.
@@ -100,7 +106,7 @@ class _Scope(NamedTuple):
     times: the times that it runs.
     turns: the turns of loops whose number depends on data, of this depth and of those further in.
     share: the share of a computed value that a device holds.
-    filled: the filled positions of a row of a cache; `None` for all.
+    filled: the filled positions of a row of a cache, or the tokens of a segment; `None` for whole rows.
   """
 
   times: float
@@ -121,6 +127,8 @@ def _count(jaxpr: Any, arguments: list[_Value], scope: _Scope, found: tuple[list
         _count(inner, operands, within, found)
     elif step.name == "pallas_call":
       found[1].append(_kernel(step, scope))
+    elif step.name in _CUDNN_PRODUCTS:
+      found[1].append(_cudnn_kernel(step, scope))
     elif step.alone:
       found[0].append(_operation(step, scope))
 
@@ -243,6 +251,22 @@ def _decode_kernel(step: _Step, scope: _Scope) -> Operation:
   flops = sum(product_flops(eqn) for eqn in _all_eqns(step.eqn.params["jaxpr"])) * cache.shape[2] / buffer[3]
   others = sum(x.nbytes for x in (*step.reads, *step.makes)) - _nbytes(cache)
   return Operation(flops * rows * read / block, others + rows * read * position, scope.times, "bfloat16")
+
+
+def _cudnn_kernel(step: _Step, scope: _Scope) -> Operation:
+  """Counts cuDNN's attention: the blocks of keys that some query of a block sees, and the filled part of a cache."""
+  q, k, _, _, _, _, starts = (v.aval for v in step.eqn.invars[:7])  # [B, T, H, d], [B, S, N, d]
+  rows, queries, heads, width = q.shape
+  mask, window = step.eqn.params["mask_type"].name, step.eqn.params["sliding_window_length"]
+  filled = queries == 1 or starts.size > 0  # a cache, or packed segments
+  length = min(k.shape[1], scope.filled) if filled and scope.filled is not None else k.shape[1]
+  seen = min(length, (length + _CUDNN_BLOCK) / 2) if "CAUSAL" in mask else length
+  seen = seen if window is None else min(seen, window + _CUDNN_BLOCK / 2)
+  flops = _CUDNN_PRODUCTS[step.name] * 2.0 * rows * queries * heads * width * seen
+  nbytes = sum(x.nbytes for x in (*step.reads, *step.makes))
+  if queries == 1:  # of keys and values the filled part alone is read
+    nbytes -= 2 * _nbytes(k) * (1 - length / k.shape[1])
+  return Operation(flops, nbytes, scope.times, q.dtype.name)
 
 
 def _all_eqns(jaxpr: Any) -> Iterator[Any]:

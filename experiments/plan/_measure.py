@@ -7,6 +7,7 @@ whoever started it knows the program at which it did.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -29,6 +30,7 @@ from async_rl._buckets import cache_folder
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
 from experiments.plan._chips import Chip
+from experiments.plan._gpus import cudnn_as_there
 from experiments.plan._hlo_costs import Operation
 from experiments.plan._request import Request
 from experiments.plan._request import head_chunks
@@ -51,9 +53,12 @@ def loop_turns(request: Request, experiment: runtime.Experiment, program: str, m
   return micro_batches(experiment, tokens), chunks
 
 
-def filled_positions(request: Request) -> float:
-  """Returns the mean of the filled positions of a row of the cache, over the decode steps of a sample."""
-  return request.prompt_tokens + request.completion_tokens / 2
+def filled_positions(request: Request, program: str = "decode") -> float:
+  """Returns the mean of the filled positions of a row of the cache, over the decode steps of a sample.
+
+  Of other programs than "decode": the mean of the tokens of a sequence.
+  """
+  return request.prompt_tokens + request.completion_tokens / (2 if program == "decode" else 1)
 
 
 def measure(
@@ -66,13 +71,14 @@ def measure(
     chip: the chip.
     devices: the devices of its mesh.
     turns: the turns of loops that depend on data, see `_jaxpr_costs.count_traced`.
-    filled: the filled positions of a row of the cache.
+    filled: the filled positions of a row of the cache, or the tokens of a sequence.
     compiles: whether to compile it, and keep its costs for the next time; otherwise the traced program is counted.
 
   Raises:
     Exception: whatever the compiler says, such as that the memory does not suffice.
   """
-  traced = program.trace()
+  with contextlib.nullcontext() if chip.is_tpu else cudnn_as_there():
+    traced = program.trace()
   if not compiles:
     return summarize(*_count_traced(program, traced, turns, filled, len(devices)), [], chip, devices, {})
   lowered = traced.lower()
@@ -186,7 +192,7 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     }
     try:
       devices = list(sides[program.side].devices.flat)
-      turns, filled = loop_turns(request, experiment, name, sides[program.side]), filled_positions(request)
+      turns, filled = loop_turns(request, experiment, name, sides[program.side]), filled_positions(request, name)
       summary = measure(program, target.chip, devices, turns, filled, request.compiles)
       result["costs"] = dataclasses.asdict(summary)
     except Exception as error:

@@ -56,7 +56,7 @@ def _messages(request: Request, names: list[str], limit: float) -> Iterator[dict
   """Yields what one child prints, and {"failed": reason} if it ended badly."""
   command = [sys.executable, "-m", "experiments.plan._measure", *names]
   pipe = subprocess.PIPE
-  with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_environment(request)) as child:
+  with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_environment()) as child:
     assert child.stdin is not None
     child.stdin.write(request.to_json())
     child.stdin.close()
@@ -106,15 +106,14 @@ def _last_words(lines: list[str]) -> str:
   return ""
 
 
-def _environment(request: Request) -> dict[str, str]:
-  """Returns the environment of a child: JAX on the CPU, and for GPUs as many of its devices as there are GPUs."""
-  environment = os.environ | {
+def _environment() -> dict[str, str]:
+  """Returns the environment of a child: JAX on the CPU."""
+  return os.environ | {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # programs for devices that are not there cannot be read back
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
     "TPU_SKIP_MDS_QUERY": "1",  # no cloud machine's metadata server to ask
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it only compiles, so that others may do so, too
+    "XLA_FLAGS": "",  # libtpu refuses others' flags
   }
-  count = 1 if request.target.chip.is_tpu else request.target.chips
-  return environment | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}  # libtpu refuses others' flags

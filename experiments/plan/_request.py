@@ -66,7 +66,7 @@ class Request:
     return parse_topology(self.topology, self.slices, self.hosts)
 
   def experiment(self) -> Experiment:
-    """Builds the experiment; on GPUs with the flash kernel of TPUs, which computes what theirs does.
+    """Builds the experiment.
 
     Raises:
       ValueError: if options contradict each other, there is no such model, or weights are missing and none is named.
@@ -80,8 +80,6 @@ class Request:
     policy = experiment.policy
     if self.layers is not None:
       policy = dataclasses.replace(policy, config=dataclasses.replace(policy.config, num_layers=self.layers))
-    if not self.target.chip.is_tpu:  # those of TPUs are chosen by the devices
-      policy = dataclasses.replace(policy, attention="splash")
     return dataclasses.replace(experiment, policy=policy)
 
 

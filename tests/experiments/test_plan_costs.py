@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec
 from learning_helpers import make_mesh
 
 from async_rl import models
+from async_rl import rollout
 from experiments.plan import _hlo
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
 from experiments.plan._chips import parse_topology
+from experiments.plan._gpus import cudnn_as_there
 from experiments.plan._summary import summarize
 
 N = 64
@@ -141,6 +143,32 @@ def test_the_decode_kernel_reads_the_blocks_that_are_filled():
   _, (whole,) = _jaxpr_costs.count_traced(traced.jaxpr)
   assert whole.nbytes == pytest.approx(positions * length + queries, rel=0.01)
   assert total(operations) == 0
+
+
+def test_cudnns_kernel_skips_what_no_token_sees():
+  """Segments see half of themselves and half a block, a cache is read where it is filled. Two products, then five."""
+  rows, length, heads, groups, width, segment = 2, 1024, 4, 2, 128, 256
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  attend = functools.partial(models.self_attention, scale=1.0, backend="cudnn", max_segments=8)
+  mesh = rollout.make_mesh(parse_topology("h100:1").devices())
+  q, kv = array(rows, length, heads, width), array(rows, length, groups, width)
+
+  def loss(*qkv):
+    return jnp.sum(attend(*qkv, jnp.zeros((rows, length), jnp.int32), mesh=mesh).astype(jnp.float32))
+
+  with cudnn_as_there():
+    packed = jax.jit(jax.grad(loss)).trace(q, kv, kv).jaxpr
+    decode = jax.jit(functools.partial(models.cache_attention, num_kv_heads=groups, scale=1.0, backend="cudnn")).trace(
+      array(rows, heads, width), (array(rows, groups, length, width),) * 2, jax.ShapeDtypeStruct((rows,), jnp.int32)
+    )
+  product = 2 * rows * length * heads * width
+  forward, backward = _jaxpr_costs.count_traced(packed, filled=segment)[1]
+  assert (forward.flops, backward.flops) == (2 * product * (256 + 128) / 2, 5 * product * (256 + 128) / 2)
+  assert _jaxpr_costs.count_traced(packed)[1][0].flops == 2 * product * (1024 + 128) / 2
+  (kernel,) = _jaxpr_costs.count_traced(decode.jaxpr, filled=segment)[1]
+  assert kernel.flops == 2 * 2 * rows * heads * width * segment
+  position, queries = 2 * 2 * rows * groups * width, 2 * 2 * rows * heads * width  # bytes
+  assert kernel.nbytes == pytest.approx(position * segment + queries, rel=0.01)
 
 
 def test_devices_share_the_work():
