@@ -58,6 +58,8 @@ TEST = [
 ]
 # Packages whose own requirements hold others back; tests/run.sh gives them an environment of their own.
 NEIGHBORS = ["google-tunix>=0.1", "jax[tpu]>=0.10; sys_platform == 'linux' and platform_machine == 'x86_64'"]
+# The systems beside which experiments/benchmarks/peers measures this one, for an environment of their own, too.
+PEERS = ["google-tunix>=0.1.7", "torch>=2.11", "transformers>=5"]
 
 setuptools.setup(
   name="async_rl",
@@ -76,6 +78,7 @@ setuptools.setup(
     "gcs": GCS,
     "test": TEST,
     "neighbors": NEIGHBORS,
+    "peers": PEERS,
     "cuda": ["jax[cuda13]>=0.10"],
     "tpu": ["jax[tpu]>=0.10", *GCS],
   },
