@@ -25,6 +25,7 @@ from async_rl._paths import make_folder
 from async_rl._paths import move
 from async_rl.models import split_trainable
 from async_rl.recording._archive import to_archive
+from async_rl.recording._frozen import ASYNC_OPTIONS
 from async_rl.recording._frozen import restore_frozen
 from async_rl.recording._frozen import save_frozen
 from async_rl.recording._host_archives import HostHandler
@@ -91,6 +92,7 @@ class Checkpointer:
       cleanup_tmp_directories=not read_only,
       create=False,
       multiprocessing_options=self._processes,
+      async_options=ASYNC_OPTIONS,
     )
     handlers = {
       "params": ocp.StandardCheckpointHandler(multiprocessing_options=self._processes),

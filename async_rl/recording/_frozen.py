@@ -11,10 +11,15 @@ import orbax.checkpoint as ocp
 from async_rl._arrays import sum_of_bits
 from async_rl._paths import Path
 
+#: Orbax makes the folders of a checkpoint before it writes into them, and not meanwhile, in a thread: the processes
+#: would find the signal that a folder is there by the number of their saves so far, which differs after a run that only
+#: some of them saved.
+ASYNC_OPTIONS = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+
 
 def save_frozen(folder: Path, params: Any, processes: ocp.options.MultiprocessingOptions) -> str:
   """Writes `params` in place of what `folder` holds, all or nothing; returns their `checksum`."""
-  with ocp.StandardCheckpointer(multiprocessing_options=processes) as checkpointer:
+  with ocp.StandardCheckpointer(multiprocessing_options=processes, async_options=ASYNC_OPTIONS) as checkpointer:
     checkpointer.save(folder, params, force=True)
   return checksum(params)
 

@@ -6,6 +6,7 @@ learn and the others sample. `signal` is the command line of training, in which 
 killed. In `signal apart` and `kill apart` process 0 learns and process 1 samples.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +25,7 @@ import pytest
 import runtime_helpers
 import sharing
 from jax._src import compiler
+from orbax.checkpoint._src.path import atomicity
 from tiny import DigitSums
 from tiny import tiny
 
@@ -89,15 +91,18 @@ def start_processes(arguments, count, devices, stdout=None):
   ]
 
 
-def finish(processes, timeout=900):
-  """Returns the exit statuses and what was written to standard error."""
+def finish(processes, *statuses, timeout=900):
+  """Returns what processes wrote to standard error; fails with it unless they end with these statuses."""
   try:
     errors = [process.communicate(timeout=timeout)[1] for process in processes]
   finally:
     for process in processes:
       process.kill()
       process.communicate()
-  return [process.returncode for process in processes], errors
+  if (found := tuple(process.returncode for process in processes)) != statuses:
+    written = "".join(f"\n\nprocess {i}:\n{text}" for i, text in enumerate(errors))
+    raise AssertionError(f"processes ended with {found} instead of {statuses}{written}")
+  return errors
 
 
 def cache_from_every_process():
@@ -174,6 +179,20 @@ def damaged_weights(version):
     yield
 
 
+@contextlib.contextmanager
+def slow_folders():
+  """The folders of checkpoints are there a while after they were asked for, in here."""
+  create = atomicity.AtomicRenameTemporaryPath.create
+
+  async def create_late(self):
+    await asyncio.sleep(0.5)
+    return await create(self)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(atomicity.AtomicRenameTemporaryPath, "create", create_late)
+    yield
+
+
 def refusal(experiment, hosts):
   """The message and the exit status with which a run ends."""
   with pytest.raises(runtime.HostError) as error:
@@ -212,10 +231,14 @@ def make_runs(devices, folder, runs, apart):
 
 
 def make_refused_runs(hosts, folder, task, results):
-  """Makes runs that end with an error, and notes how."""
+  """Makes runs that end with an error, and notes how.
+
+  The first of them saves checkpoints of all processes after some of the processes alone have saved others, on slow
+  folders.
+  """
   steps = results["damaged"] = []
   options = dict(run_dir=str(folder / "damaged"), steps=STEPS, **RUNS["replay"])
-  with observed(steps, {}), damaged_weights(2 if hosts.index == 1 else None):
+  with observed(steps, {}), damaged_weights(2 if hosts.index == 1 else None), slow_folders():
     steps.append(refusal(tiny(task=task, **options), hosts))
   refused = tiny(run_dir=str(folder / "refused"), max_lag=2 + hosts.index, groups=4 * (1 + hosts.index))
   results["refused"] = refusal(refused, hosts)
