@@ -1,5 +1,6 @@
 """Every test sees eight CPU devices, no network, and silent rank promotion is an error."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -26,6 +27,8 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes many small objects that live: looking for garbage among them took a tenth of the time of these tests.
+gc.set_threshold(200_000, 50, 1000)
 
 
 def pytest_collection_modifyitems(items):
