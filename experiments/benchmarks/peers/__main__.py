@@ -1,13 +1,16 @@
 """This project, transformers and Tunix on the same work: generation, and one learner step, with random weights.
 
-    python -m experiments.benchmarks.peers --shape smollm2-135m    # CPU, float32, about 10 minutes
+    python -m experiments.benchmarks.peers --shape smollm2-135m    # CPU, float32; 16 minutes on a busy core
     python -m experiments.benchmarks.peers --shape qwen3-0.6b      # one GPU with 141 GB, bfloat16; not run yet
-    python -m experiments.benchmarks.peers --shape tiny            # any machine, a minute; checks that it runs
+    python -m experiments.benchmarks.peers --shape tiny            # any machine, two minutes; checks that it runs
 
-The other systems are the extra `peers`, for an environment of its own, since Tunix holds others back. Where PyTorch and
-transformers are there already, these are enough, of which the last line needs no network:
+The other systems are the extra `peers`, for an environment of its own, since Tunix holds others back:
 
     pip install -e ".[train,peers]"
+
+Where PyTorch and transformers are there already, Tunix and the packages that it imports are enough, 2 MB in all, which
+also a machine without a network takes:
+
     pip download --no-deps --dest wheels google-tunix google-metrax qwix clu perfetto pylatexenc
     pip install --no-deps --no-index wheels/*.whl
 

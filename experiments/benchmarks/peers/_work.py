@@ -70,6 +70,6 @@ class Work:
 
 SHAPES = {
   "tiny": Work(SMOKE, sequences=8, prompt=8, completion=8, micro_batch=4, dtype="float32"),
-  "smollm2-135m": Work(SMOLLM2_135M, sequences=16, prompt=32, completion=32, micro_batch=8, dtype="float32"),
+  "smollm2-135m": Work(SMOLLM2_135M, sequences=8, prompt=32, completion=32, micro_batch=8, dtype="float32"),
   "qwen3-0.6b": Work(QWEN3_06B, sequences=64, prompt=320, completion=256, micro_batch=8, dtype="bfloat16"),
 }
