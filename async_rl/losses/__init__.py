@@ -8,6 +8,7 @@ from async_rl._arrays import ess_ratio
 from async_rl._arrays import tree_squared_norm
 from async_rl.losses._actor_critic import gae
 from async_rl.losses._actor_critic import value_loss
+from async_rl.losses._actor_critic import whiten
 from async_rl.losses._advantages import grpo_advantages
 from async_rl.losses._advantages import importance_mean_advantages
 from async_rl.losses._advantages import informative_rows
@@ -72,6 +73,7 @@ from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import restrict
 from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
+from async_rl.losses._rewards import final_rewards
 from async_rl.losses._rewards import kl_penalized_rewards
 from async_rl.losses._rewards import missing_end_rewards
 from async_rl.losses._rewards import overlong_penalty

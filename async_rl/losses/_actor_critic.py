@@ -1,6 +1,6 @@
-"""PPO with a value head: per-token rewards, generalised advantage estimation and the value loss.
+"""PPO with a value head: generalized advantage estimation and the value loss.
 
-The policy loss is `ppo_clip` with the [B, T] advantages made here.
+The policy loss is `ppo_clip`, or any other correction, with the [B, T] advantages made here.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl.losses._aggregation import divide_or_zero
 from async_rl.losses._ratios import check_mask
+
+#: A standard deviation below this share of the mean is rounding.
+_SMALL = 1e-6
 
 
 def gae(
   rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, *, discount: float = 1.0, trace: float = 0.95
 ) -> tuple[jax.Array, jax.Array]:
-  """Generalised advantage estimation over the trained tokens of each sequence; the value after the last is 0.
+  """Generalized advantage estimation over the trained tokens of each sequence; the value after the last is 0.
 
   δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γ λ A_{t+1}, where t + 1 is the next token in *mask* (tool output between
   them is skipped).
@@ -39,17 +43,38 @@ def gae(
   check_mask(mask, rewards=rewards, values=values)
   rewards, values = (jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)) for x in (rewards, values))
 
-  def step(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]):
-    next_advantage, next_value = carry
-    reward, value, trained = inputs
-    delta = reward + discount * next_value - value
-    advantage = delta + discount * trace * next_advantage
-    carry = jnp.where(trained, advantage, next_advantage), jnp.where(trained, value, next_value)
-    return carry, jnp.where(trained, advantage, 0.0)
+  trained = jnp.asarray(mask)
+  next_values = _from_later(values, jnp.where(trained, 0.0, 1.0), trained)
+  next_values = jnp.pad(next_values[:, 1:], ((0, 0), (0, 1)))
+  deltas = rewards + discount * next_values - values
+  advantages = jnp.where(trained, _from_later(deltas, jnp.where(trained, discount * trace, 1.0), trained), 0.0)
+  return advantages, jnp.where(trained, advantages + values, 0.0)
 
-  start = jnp.zeros_like(rewards[:, 0]), jnp.zeros_like(values[:, 0])
-  _, advantages = jax.lax.scan(step, start, (rewards.T, values.T, jnp.asarray(mask).T), reverse=True)
-  return advantages.T, jnp.where(mask, advantages.T + values, 0.0)
+
+def _from_later(added: jax.Array, decays: jax.Array, mask: jax.Array) -> jax.Array:
+  """y_t = added_t [where *mask*] + decays_t y_{t+1}, float32 [B, T], in a number of steps logarithmic in T."""
+
+  def after(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
+
+  return jax.lax.associative_scan(after, (decays, jnp.where(mask, added, 0.0)), reverse=True, axis=1)[1]
+
+
+def whiten(values: ArrayLike, mask: ArrayLike) -> jax.Array:
+  """Shifts and scales the entries in *mask* to mean 0 and standard deviation 1, float32 [B, T], 0 where masked.
+
+  Entries that are all equal become 0.
+
+  >>> whiten(jnp.array([[1.0, 3.0], [5.0, 9.0]]), jnp.array([[True, True], [True, False]])).round(2)
+  Array([[-1.22,  0.  ],
+         [ 1.22,  0.  ]], dtype=float32)
+  """
+  check_mask(mask, values=values)
+  count = jnp.sum(mask, dtype=jnp.float32)
+  mean = divide_or_zero(jnp.sum(jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0)), count)
+  centered = jnp.where(mask, values - mean, 0.0)
+  deviation = jnp.sqrt(divide_or_zero(jnp.sum(jnp.square(centered)), count))
+  return jnp.where(deviation > _SMALL * jnp.abs(mean), divide_or_zero(centered, deviation), 0.0)
 
 
 def value_loss(

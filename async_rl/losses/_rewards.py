@@ -59,6 +59,21 @@ def kl_penalized_rewards(
   return jnp.asarray(rewards, jnp.float32) - coefficient * penalty
 
 
+def final_rewards(rewards: ArrayLike, mask: ArrayLike) -> jax.Array:
+  """The reward at the last trained token of each sequence and 0 at the others, float32 [B, T].
+
+  Args:
+    rewards: [B].
+    mask: bool [B, T].
+
+  >>> final_rewards(jnp.array([2.0]), jnp.array([[True, True, False]]))
+  Array([[0., 2., 0.]], dtype=float32)
+  """
+  later = jnp.cumsum(jnp.asarray(mask)[:, ::-1], axis=-1)[:, ::-1]  # trained tokens from t on
+  last = jnp.logical_and(mask, later == 1)
+  return jnp.where(last, jnp.asarray(rewards, jnp.float32)[:, None], 0.0)
+
+
 def token_rewards(
   rewards: ArrayLike, logprobs: ArrayLike, reference: ArrayLike, mask: ArrayLike, *, coefficient: float = 0.05
 ) -> jax.Array:
@@ -71,7 +86,5 @@ def token_rewards(
   Array([[-0.05,  0.95]], dtype=float32)
   """
   check_mask(mask, logprobs=logprobs, reference=reference)
-  later = jnp.cumsum(jnp.asarray(mask)[:, ::-1], axis=-1)[:, ::-1]  # trained tokens from t on
-  last = jnp.logical_and(mask, later == 1)
   penalty = coefficient * log_ratios(jax.lax.stop_gradient(logprobs), reference, mask)
-  return jnp.where(last, jnp.asarray(rewards, jnp.float32)[:, None], 0.0) - penalty
+  return final_rewards(rewards, mask) - penalty

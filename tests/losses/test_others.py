@@ -172,6 +172,18 @@ def test_gae_worked_example_and_defaults():
   close(returns, [[0.98, 1.0]])
 
 
+def test_whiten():
+  rng = np.random.default_rng(0)
+  values, mask = rng.normal(3, 2, (5, 6)).astype(np.float32), rng.random((5, 6)) < 0.7
+  inside = values[mask].astype(np.float64)
+  got = losses.whiten(np.where(mask, values, np.nan), mask)
+  close(got, np.where(mask, (values - inside.mean()) / inside.std(), 0.0))
+  equal = np.full((2, 3), 0.1, np.float32)  # whose deviation is rounding
+  assert not losses.whiten(equal, equal > 0).any()
+  assert not losses.whiten(equal, equal < 0).any()
+  assert not losses.whiten(0 * equal, equal > 0).any()
+
+
 def test_value_loss():
   values, old, returns = (jnp.array([x]) for x in ([1.0, 1.0, 0.1, 5.0], [0.0, 0.9, 0.0, 0.0], [1.0, 0.0, 1.0, 1e4]))
   mask = jnp.array([[True, True, True, False]])
