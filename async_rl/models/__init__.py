@@ -52,3 +52,5 @@ from async_rl.models._tokenizers import HFTokenizer
 from async_rl.models._tokenizers import SentencePieceTokenizer
 from async_rl.models._tokenizers import Tokenizer
 from async_rl.models._tokenizers import train_sentencepiece
+from async_rl.models._value_head import VALUE_HEAD
+from async_rl.models._value_head import init_value_head

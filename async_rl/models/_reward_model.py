@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
+from async_rl.models._value_head import head_values
+from async_rl.models._value_head import init_value_head
 
 Array = jax.Array
 
@@ -46,11 +47,8 @@ class RewardModel:
 
   def with_head(self, params: Params) -> Params:
     """Adds a head that values everything at 0 to a policy's parameters."""
-    head = {"kernel": jnp.zeros(self.policy.config.d_model, jnp.float32), "bias": jnp.zeros([], jnp.float32)}
-    return params | {"value_head": head}
+    return params | init_value_head(self.policy.config.d_model)
 
   def values(self, params: Params, tokens: Array, segments: Array, positions: Array) -> Array:
     """Returns the value of the text up to and including each token, float32 [B, T]; arguments as of `Policy.hidden`."""
-    head = params["value_head"]
-    hidden = self.policy.hidden(params, tokens, segments, positions).astype(jnp.float32)
-    return jnp.einsum("btd,d->bt", hidden, head["kernel"], precision="highest") + head["bias"]
+    return head_values(params, self.policy.hidden(params, tokens, segments, positions))

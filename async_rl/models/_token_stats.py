@@ -17,6 +17,8 @@ from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
 from async_rl.models._sharding import fit_sharding
 from async_rl.models._sharding import row_parts
+from async_rl.models._value_head import VALUE_HEAD
+from async_rl.models._value_head import head_values
 
 Array = jax.Array
 
@@ -35,11 +37,13 @@ class TokenStats(NamedTuple):
     logprobs: log p(token); differentiable.
     entropy: -sum p log p; no gradient.
     sum_squares: sum p^2; no gradient. |e_a - p|^2 = 1 - 2 p(a) + sum p^2 is the squared gradient at the logits.
+    values: the value of the text before the token; differentiable. `None` without a value head.
   """
 
   logprobs: Array
   entropy: Array
   sum_squares: Array
+  values: Array | None = None
 
 
 class Scored(NamedTuple):
@@ -72,7 +76,7 @@ def score(
 
   Args:
     policy: the architecture.
-    params: its parameters.
+    params: its parameters, perhaps with a value head.
     tokens: int32 [R, T], the token ids.
     segments: int32 [R, T], the segment of each token, 0 on padding.
     positions: int32 [R, T], the position of each token in its segment.
@@ -82,7 +86,8 @@ def score(
   """
   hidden = policy.hidden(params, tokens, segments, positions)
   hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
-  return token_stats(policy, float(temperature), chunk, hidden, policy.unembedding(params), tokens, scored)
+  stats = token_stats(policy, float(temperature), chunk, hidden, policy.unembedding(params), tokens, scored)
+  return stats._replace(values=head_values(params, hidden) if VALUE_HEAD in params else None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
