@@ -157,11 +157,13 @@ class TrainState(NamedTuple):
     params: the policy's parameters, float32 master weights; beside adapters, what is frozen is in the compute dtype.
     opt_state: state of the optax chain, stabilizers included; of what is trained.
     version: int32 [], optimizer steps taken.
+    critic: what is trained beside the policy and never leaves the learner: `{"value_head": ...}`, or `None`.
   """
 
   params: Any
   opt_state: optax.OptState
   version: jax.Array
+  critic: Any = None
 
 
 Metrics = Mapping[str, float]

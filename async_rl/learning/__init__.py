@@ -2,8 +2,10 @@
 
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._batch import pack
+from async_rl.learning._gae import GAE
 from async_rl.learning._learner import Learner
 from async_rl.learning._learner_metrics import METRICS
+from async_rl.learning._objective import ADVANTAGES
 from async_rl.learning._objective import AGGREGATIONS
 from async_rl.learning._objective import OBJECTIVES
 from async_rl.learning._objective import PUBLISHED_AGGREGATIONS

@@ -20,6 +20,7 @@ from async_rl.learning._learner_metrics import LAG_EDGES
 from async_rl.learning._learner_metrics import Collected
 from async_rl.learning._learner_metrics import batch_metrics
 from async_rl.learning._learner_metrics import optimizer_metrics
+from async_rl.learning._learner_metrics import value_metrics
 from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._loss_scale import pull_back
 from async_rl.learning._norms import squared_gradient_norms
@@ -28,6 +29,7 @@ from async_rl.learning._objective import Objective
 from async_rl.learning._placement import PlacedModel
 from async_rl.learning._placement import collect
 from async_rl.learning._placement import micro_batch
+from async_rl.learning._placement import split_state
 from async_rl.types import Batch
 from async_rl.types import TrainState
 
@@ -78,10 +80,10 @@ class Learner(PlacedModel):
     max_lag: int | None = None,
   ):
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
-    super().__init__(self.policy, optimizer, shape, mesh)
     self.objective = objective
+    super().__init__(self.policy, optimizer, shape, mesh)
     self._score = functools.partial(models.score, temperature=temperature, chunk=head_chunk)
-    shardings = self.state_shardings.params
+    shardings = {**self.state_shardings.params, **(self.state_shardings.critic or {})}
     self._copied_score = CopiedScore(self.policy, shardings, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
     self._lag_edges = tuple(edge for edge in LAG_EDGES if max_lag is None or edge <= max_lag)
@@ -126,8 +128,8 @@ class Learner(PlacedModel):
     """The weights to draw with: the parameters, or ahead of them if the optimizer has a `lead_by_momentum`."""
     if not stabilizers.has_lead(state.opt_state):
       return state.params
-    trainable = models.split_trainable(state.params)[0]
-    return _with_frozen(state.params, stabilizers.leading_params(trainable, state.opt_state))
+    leading = stabilizers.leading_params(split_state(state)[0], state.opt_state)
+    return {part: leading.get(part, tree) for part, tree in state.params.items()}
 
   def trace_step(self, reference: bool = False) -> jax.stages.Traced:
     """Traces the step from shapes alone, for a mesh of devices that need not be there.
@@ -161,13 +163,16 @@ class Learner(PlacedModel):
       params = params | {"adapters": models.init_adapters(self.policy.lora, params, key)}
     return super()._completed(key, params)
 
+  def _new_critic(self) -> models.Params | None:
+    return None if self.objective.gae is None else models.init_value_head(self.policy.config.d_model)
+
   def _train(
     self, state: TrainState, batch: Batch, reference_params: models.Params | None = None
   ) -> tuple[TrainState, dict[str, Array]]:
     quantities = self._quantities(state, batch, reference_params)
-    advantages = self.objective.make_advantages(quantities)
+    advantages, returns = self.objective.make_advantages(quantities), self.objective.make_returns(quantities)
     grads, denominator, loss, collected = self._accumulate(
-      state.params, batch, advantages, self.objective.loss_options(quantities)
+      state, batch, advantages, returns, self.objective.loss_options(quantities)
     )
     grads = jax.tree.map(lambda g: losses.divide_or_zero(g, denominator), grads)
     log_ratios = losses.log_ratios(collected.logprobs, batch.logprobs, batch.mask)
@@ -183,6 +188,7 @@ class Learner(PlacedModel):
       "loss": losses.divide_or_zero(loss, denominator),
       **applied,
       **batch_metrics(batch, collected, quantities.lag, advantages, quantities.reference, self._lag_edges),
+      **({} if returns is None else value_metrics(quantities.values, returns, batch.mask)),
       **optimizer_metrics(new_state.opt_state, scheduled_rates(self.optimizer, state.opt_state)),
     }
     return new_state, metrics
@@ -190,7 +196,7 @@ class Learner(PlacedModel):
   def _quantities(self, state: TrainState, batch: Batch, reference_params: models.Params | None) -> BatchQuantities:
     """Everything that the objective and the metrics need of the whole batch; the rest is `None`."""
     params, needed = state.params, self.objective
-    stats = self._score_all(params, batch) if needed.needs_scores else None
+    stats = self._score_all({**params, **(state.critic or {})}, batch) if needed.needs_scores else None
     reference = norms = None
     if reference_params is not None:
       reference = self._score_all(_with_frozen(params, reference_params), batch).logprobs
@@ -209,20 +215,23 @@ class Learner(PlacedModel):
       squared_norms=norms,
     )
 
-  def _accumulate(self, params: Any, batch: Batch, advantages: Array, options: dict[str, Array]):
+  def _accumulate(
+    self, state: TrainState, batch: Batch, advantages: Array, returns: Array | None, options: dict[str, Array]
+  ):
     """Sums of gradient, denominator and loss over the micro-batches in use, and the per-token results."""
-    trainable, frozen = models.split_trainable(params)
+    trainable, frozen = split_state(state)
     copies, frozen = map(self._copied_score.copy, (trainable, frozen))
 
-    def part_loss(logprobs, mask):
+    def part_loss(logprobs, values, mask):
       logprobs = jnp.where(mask, logprobs, 0.0)
       out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
-      return *self.objective.aggregate(out.loss, mask), logprobs, out.clipped, out.keep
+      loss = out.loss if returns is None else out.loss + self.objective.value_loss(values, returns, mask)
+      return *self.objective.aggregate(loss, mask), logprobs, out.clipped, out.keep
 
-    def numerator_of(logprobs, entropy, mask):
-      logprobs, entropy = (self._planes.enter(x, batch) for x in (logprobs, entropy))
+    def numerator_of(scores, entropy, mask):
+      (logprobs, values), entropy = jax.tree.map(lambda x: self._planes.enter(x, batch), (scores, entropy))
       mask = self._planes.mask(mask, batch)
-      numerator, denominator, logprobs, clipped, keep = jax.vmap(part_loss)(logprobs, mask)
+      numerator, denominator, logprobs, clipped, keep = jax.vmap(part_loss)(logprobs, values, mask)
       return jnp.sum(numerator), (numerator, denominator, mask, Collected(logprobs, entropy, clipped, keep))
 
     def body(m, carry):
@@ -230,10 +239,10 @@ class Learner(PlacedModel):
       rows, mask = micro_batch(batch, m)
       scored = self._planes.scored(mask, batch)
       stats, pull = jax.vjp(lambda copies: self._copied_score({**frozen, **copies}, rows, scored), copies)
-      by_logprobs = jax.grad(numerator_of, has_aux=True)
-      cotangent, (numerator, denominator, mask, new) = by_logprobs(stats.logprobs, stats.entropy, mask)
-      nothing = jnp.zeros_like(cotangent)
-      (g,) = pull_back(lambda x: pull(models.TokenStats(x, nothing, nothing)), cotangent, self.policy.dtype)
+      by_scores = jax.grad(numerator_of, has_aux=True)
+      cotangents, (numerator, denominator, mask, new) = by_scores((stats.logprobs, stats.values), stats.entropy, mask)
+      nothing = jnp.zeros_like(stats.entropy)
+      (g,) = pull_back(lambda x: pull(models.TokenStats(x[0], nothing, nothing, x[1])), cotangents, self.policy.dtype)
       grads = self._copied_score.add(grads, g)
       collected = jax.tree.map(lambda old, x: jnp.where(mask, x, old), collected, new)
       return grads, total + denominator, loss + numerator, collected
@@ -247,7 +256,7 @@ class Learner(PlacedModel):
   def _score_all(self, params: Any, batch: Batch) -> models.TokenStats:
     """`TokenStats` of the whole batch in the loss plane, without gradient."""
     zeros = jnp.zeros(batch.mask.shape, jnp.float32)
-    start = models.TokenStats(zeros, zeros, zeros)
+    start = models.TokenStats(zeros, zeros, zeros, zeros if models.VALUE_HEAD in params else None)
     return collect(functools.partial(self._score, self.policy, params), batch, start, self._planes)
 
 

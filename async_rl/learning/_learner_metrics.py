@@ -28,14 +28,17 @@ Array = jax.Array
 #: of lag, 0 where the bucket is empty; sequences count by the lag of their oldest token.
 METRICS: Mapping[str, str] = types.MappingProxyType(
   {
-    "loss": "The aggregated loss.",
+    "loss": "The aggregated loss, with a value head that of the values included.",
     "grad/norm": "The Euclidean norm of the gradient, before the optimizer.",
     "update/norm": "The Euclidean norm of the change of the parameters.",
     "update/skipped": "1 if the step was skipped because its gradient or update was not finite, else 0.",
     "reward/mean": "The mean reward of the samples whose reward did not fail.",
     "reward/std": "The standard deviation of these rewards.",
     "reward/frac_zero_std": "The share of the groups whose rewards are all equal.",
-    "advantage/abs_mean": "The mean absolute advantage of these samples.",
+    "advantage/abs_mean": "The mean absolute advantage of these samples, or of the tokens if each has its own.",
+    "value/mean": "The mean value of the texts before the tokens. These three only with a value head.",
+    "value/loss": "Half the mean squared difference of values and returns.",
+    "value/explained": "The share of the returns' variance that is not in their difference to the values.",
     "staleness/mean": "The mean lag of the tokens: the learner's version minus the version that drew the token.",
     "staleness/max": "The largest lag of a token.",
     "staleness/min": "The smallest lag of a token.",
@@ -148,7 +151,7 @@ def batch_metrics(
     batch: the batch.
     collected: the results of the loss's forward passes.
     lag: int32 [B, C].
-    advantages: float32 [B].
+    advantages: float32 [B], or [B, C].
     reference: float32 [B, C], log-probabilities under the reference policy; `None` without one.
     edges: the first lag of each bucket after the one of lag 0; without any, nothing is reported by lag.
   """
@@ -166,7 +169,7 @@ def batch_metrics(
     "reward/mean": mean_reward,
     "reward/std": jnp.sqrt(_mean(jnp.square(batch.rewards - mean_reward), rewarded)),
     "reward/frac_zero_std": zero_variance,
-    "advantage/abs_mean": _mean(jnp.abs(advantages), rewarded),
+    "advantage/abs_mean": _mean(jnp.abs(advantages), rewarded if advantages.ndim == 1 else mask),
     "staleness/mean": _mean(lag, mask),
     "staleness/max": _largest(lag, mask),
     "staleness/min": -_largest(-lag, mask),
@@ -192,6 +195,16 @@ def batch_metrics(
     distances = losses.log_ratios(batch.logprobs, reference, mask)
     metrics["kl/reference"] = _mean(losses.sequence_log_weights(distances), rows)
   return metrics
+
+
+def value_metrics(values: Array, returns: Array, mask: Array) -> dict[str, Array]:
+  """Returns the metrics of a value head, float32 [] each; all arguments are [B, C]."""
+  left, spread = (_mean(jnp.square(x - _mean(x, mask)), mask) for x in (returns - values, returns))
+  return {
+    "value/mean": _mean(values, mask),
+    "value/loss": _mean(losses.value_loss(values, values, returns, mask, clip=None), mask),
+    "value/explained": losses.divide_or_zero(spread - left, spread),
+  }
 
 
 def _by_lag(ratio: Array, log_ratios: Array, mask: Array, lag: Array, edges: Sequence[int]) -> dict[str, Array]:

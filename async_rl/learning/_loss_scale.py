@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Array = jax.Array
 
-
-def pull_back(pull: Callable[[Array], Any], cotangent: Array, dtype: str) -> Any:
+def pull_back(pull: Callable[[Any], Any], cotangent: Any, dtype: str) -> Any:
   """Returns the gradient of parameters from that of what was computed with them.
 
   Between the two, float16 rounds all below 6e-5 coarsely and all below 3e-8 to zero. So the cotangent is multiplied by
@@ -21,7 +19,7 @@ def pull_back(pull: Callable[[Array], Any], cotangent: Array, dtype: str) -> Any
 
   Args:
     pull: the linear map from a cotangent to a tree of gradients.
-    cotangent: float32, of any shape; zero is allowed.
+    cotangent: a tree of float32 arrays of any shape; zero is allowed.
     dtype: the compute dtype of what `pull` differentiates.
 
   References:
@@ -29,5 +27,7 @@ def pull_back(pull: Callable[[Array], Any], cotangent: Array, dtype: str) -> Any
   """
   if dtype != "float16":
     return pull(cotangent)
-  exponent = jnp.frexp(jnp.max(jnp.abs(cotangent)))[1]
-  return jax.tree.map(lambda g: jnp.ldexp(g.astype(jnp.float32), exponent), pull(jnp.ldexp(cotangent, -exponent)))
+  largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(cotangent)]))
+  exponent = jnp.frexp(largest)[1]
+  scaled = jax.tree.map(lambda x: jnp.ldexp(x, -exponent), cotangent)
+  return jax.tree.map(lambda g: jnp.ldexp(g.astype(jnp.float32), exponent), pull(scaled))

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from async_rl import losses
 from async_rl import models
 from async_rl._validation import check_choice
+from async_rl.learning._gae import GAE
 
 Array = jax.Array
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
@@ -46,6 +47,8 @@ PUBLISHED_AGGREGATIONS: Mapping[str, str] = types.MappingProxyType(
 
 #: Names that `objective` takes.
 OBJECTIVES = tuple(losses.CORRECTIONS)
+#: Names of advantages that `objective` takes.
+ADVANTAGES = (*losses.ADVANTAGES, "gae")
 
 
 class BatchQuantities(NamedTuple):
@@ -91,6 +94,14 @@ class BatchQuantities(NamedTuple):
     return self._scored().entropy
 
   @property
+  def values(self) -> Array:
+    """The value of the text before each token by the value head at the start of the step, float32 [B, C]."""
+    values = self._scored().values
+    if values is None:
+      raise ValueError("The batch was scored without a value head: stats.values=None; add one to the parameters.")
+    return values
+
+  @property
   def log_ratios(self) -> Array:
     """Raw log-ratios log pi - log mu at the start of the step, float32 [B, C], 0 where masked."""
     return losses.log_ratios(self.proximal, self.behavior, self.mask)
@@ -113,7 +124,7 @@ class BatchQuantities(NamedTuple):
 
 
 #: Names that need a scoring pass.
-_SCORED = frozenset({"stats", "proximal", "entropy", "log_ratios", "log_weights", "squared_logit_norms"})
+_SCORED = frozenset({"stats", "proximal", "entropy", "log_ratios", "log_weights", "squared_logit_norms", "values"})
 _QUANTITIES = frozenset(BatchQuantities._fields) | _SCORED | {"lengths"}
 
 
@@ -125,34 +136,56 @@ class Objective:
     loss: (logprobs, behavior, advantages, mask, *, needs) to `losses.PolicyLoss`, as in `losses.CORRECTIONS`. It sees
       one micro-batch at a time: `mask` is False on the sequences of other ones.
     advantages: (rewards, groups, num_groups, *, needs) to float32 [B] of the whole batch, as in `losses.ADVANTAGES`.
-      `num_groups` is an upper bound of the number of groups.
+      `num_groups` is an upper bound of the number of groups. `GAE` makes advantages of tokens, [B, C], and adds the
+      loss of a value head.
     aggregate: from per-token loss and mask, [B, C] each, to numerator and denominator, as in `AGGREGATIONS`. Tokens
       that a loss rejects are in the mask: they count in the denominator.
     statistics: whole-batch statistics that can be needed by name, such as M2PO's threshold: functions of the raw
       log-ratios at the start of the step and the mask, [B, C] each.
+    token_rewards: (rewards, *, needs) to the rewards of tokens, float32 [B, C], for `GAE`; by default a sequence's last
+      token has its reward.
 
   Raises:
-    ValueError: if a needed name is neither a quantity of the batch nor a statistic.
+    ValueError: if a needed name is neither a quantity of the batch nor a statistic, or there is no `GAE` for what only
+      that uses.
   """
 
   loss: losses.PolicyLossFn
-  advantages: Callable[..., Array]
+  advantages: Callable[..., Array] | GAE
   aggregate: Aggregate = AGGREGATIONS["sequence_mean"]
   statistics: Mapping[str, Callable[[Array, Array], Array]] = dataclasses.field(
     default_factory=lambda: losses.STATISTICS
   )
+  token_rewards: Callable[..., Array] | None = None
 
   def __post_init__(self):
-    for part in ("loss", "advantages"):
-      unknown = [name for name in losses.needs(getattr(self, part)) if name not in _QUANTITIES | set(self.statistics)]
+    if self.gae is None and (self.token_rewards is not None or "values" in self.needs):
+      raise ValueError(
+        f"*token_rewards* and values go with advantages=GAE(...) only, got advantages={self.advantages!r}."
+      )
+    for part, function in (("loss", self.loss), ("advantages", self._rewarding)):
+      unknown = [name for name in losses.needs(function) if name not in _QUANTITIES | set(self.statistics)]
       if unknown:
         known = ", ".join(sorted(_QUANTITIES | set(self.statistics)))
         raise ValueError(f"*{part}* must only need {known}; got {', '.join(unknown)}.")
 
   @property
+  def gae(self) -> GAE | None:
+    """The estimator of advantages that needs a value head, if it is one."""
+    return self.advantages if isinstance(self.advantages, GAE) else None
+
+  @property
+  def _rewarding(self) -> Callable[..., Array]:
+    """What is first made of the rewards: advantages, or rewards of tokens."""
+    if isinstance(self.advantages, GAE):
+      return self.token_rewards or _final_rewards
+    return self.advantages
+
+  @property
   def needs(self) -> frozenset[str]:
     """Names of everything that the loss and the advantages need."""
-    return frozenset(losses.needs(self.loss) + losses.needs(self.advantages))
+    own = ("values",) if self.gae else ()
+    return frozenset(losses.needs(self.loss) + losses.needs(self._rewarding) + own)
 
   @property
   def needs_scores(self) -> bool:
@@ -170,9 +203,25 @@ class Objective:
     return "squared_norms" in self.needs
 
   def make_advantages(self, batch: BatchQuantities) -> Array:
-    """Returns the advantages of a whole batch, float32 [B]."""
+    """Returns the advantages of a whole batch, float32 [B], or [B, C] with `GAE`."""
+    if isinstance(self.advantages, GAE):
+      return self.advantages.advantages(self._token_rewards(batch), batch.values, batch.mask)
     needed = self._needed(self.advantages, batch)
     return self.advantages(batch.rewards, batch.groups, batch.rewards.shape[0], **needed)
+
+  def make_returns(self, batch: BatchQuantities) -> Array | None:
+    """Returns what a value head is trained towards, float32 [B, C]; `None` without one."""
+    if self.gae is None:
+      return None
+    return self.gae.returns(self._token_rewards(batch), batch.values, batch.mask)
+
+  def value_loss(self, values: Array, returns: Array, mask: Array) -> Array:
+    """Returns the loss of values per token, float32 [B, C], to be added to the policy's."""
+    assert self.gae is not None
+    return self.gae.value_coefficient * losses.value_loss(values, values, returns, mask, clip=None)
+
+  def _token_rewards(self, batch: BatchQuantities) -> Array:
+    return self._rewarding(batch.rewards, **self._needed(self._rewarding, batch))
 
   def loss_options(self, batch: BatchQuantities) -> dict[str, Array]:
     """Returns the keyword arguments that the loss needs, made from a whole batch."""
@@ -199,14 +248,16 @@ def objective(
   *,
   advantages: str | Callable[..., Array] = "dr_grpo",
   aggregate: str | None = None,
+  gae: GAE | None = None,
   **options: Any,
 ) -> Objective:
   """Returns an objective made of the registries' entries.
 
   Args:
     name: one of `OBJECTIVES`, which are the names of `losses.CORRECTIONS`.
-    advantages: a name in `losses.ADVANTAGES`, or a function like those.
+    advantages: a name in `ADVANTAGES`, or a function like those in `losses.ADVANTAGES`.
     aggregate: a name in `AGGREGATIONS`; `None` takes the one that the correction was published with.
+    gae: the estimator of advantages="gae"; by default `GAE()`.
     **options: options of the correction such as `cap` or `high`, or of the whole-batch statistic that it needs, such
       as M2PO's `budget`.
 
@@ -220,7 +271,8 @@ def objective(
   True
   """
   correction = _look_up(losses.CORRECTIONS, "objective", name)
-  baseline = _look_up(losses.ADVANTAGES, "advantages", advantages) if isinstance(advantages, str) else advantages
+  estimators = {**losses.ADVANTAGES, "gae": gae or GAE()}
+  estimator = _look_up(estimators, "advantages", advantages) if isinstance(advantages, str) else advantages
   aggregation = PUBLISHED_AGGREGATIONS.get(name, "sequence_mean") if aggregate is None else aggregate
   statistics = dict(losses.STATISTICS)
   for needed in losses.needs(correction):
@@ -231,7 +283,7 @@ def objective(
   _check_options(name, correction, options)
   return Objective(
     functools.partial(correction, **options) if options else correction,
-    baseline,
+    estimator,
     _look_up(AGGREGATIONS, "aggregate", aggregation),
     statistics,
   )
@@ -245,6 +297,10 @@ def likelihood_objective() -> Objective:
 def _ones(rewards: Array, groups: Array, num_groups: int) -> Array:
   del groups, num_groups
   return jnp.ones_like(rewards)
+
+
+def _final_rewards(rewards: Array, *, mask: Array) -> Array:
+  return losses.final_rewards(rewards, mask)
 
 
 def _look_up(registry: Mapping[str, Any], argument: str, name: str) -> Any:

@@ -37,7 +37,7 @@ class PlacedModel:
   """A model on a learner mesh with its optimizer; the base of the learners.
 
   With adapters (`Policy.lora`) gradient, optimizer state and norms are of the adapters alone, and so is all that
-  stabilizers see; the other parameters pass through untouched.
+  stabilizers see; the other parameters pass through untouched. A critic is trained by the same optimizer.
 
   Attributes:
     optimizer: the optimizer, which takes any extra arguments.
@@ -73,16 +73,16 @@ class PlacedModel:
 
   def _shardings(self) -> TrainState:
     """Parameters by the rules; whatever mirrors them in the optimizer's state likewise; the rest replicated."""
-    params = self._model.abstract()
-    param_shardings = models.param_shardings(params, self.mesh)
+    state = jax.eval_shape(self._fresh, self._model.abstract())
+    params, critic = (models.param_shardings(tree, self.mesh) for tree in (state.params, state.critic))
     opt_state = optax.tree_map_params(
       self.optimizer,
       lambda _, sharding: sharding,
-      jax.eval_shape(self.optimizer.init, models.split_trainable(params)[0]),
-      models.split_trainable(param_shardings)[0],
+      state.opt_state,
+      _split(params, critic)[0],
       transform_non_params=lambda _: self._replicated,
     )
-    return TrainState(param_shardings, opt_state, self._replicated)
+    return TrainState(params, opt_state, self._replicated, critic)
 
   def init(self, key: Array, params: models.Params | None = None) -> TrainState:
     """A fresh state, made on the mesh in its shardings.
@@ -107,7 +107,12 @@ class PlacedModel:
     return models.with_shardings(shapes, self.state_shardings)
 
   def _fresh(self, params: models.Params) -> TrainState:
-    return TrainState(params, self.optimizer.init(models.split_trainable(params)[0]), jnp.zeros([], jnp.int32))
+    critic = self._new_critic()
+    return TrainState(params, self.optimizer.init(_split(params, critic)[0]), jnp.zeros([], jnp.int32), critic)
+
+  def _new_critic(self) -> models.Params | None:
+    """Returns the first parameters of what is trained beside the model; none."""
+    return None
 
   def put(self, batch: Batch) -> Batch:
     """The batch on the learner mesh: rows split over (data, fsdp), the loss plane on every device."""
@@ -118,7 +123,7 @@ class PlacedModel:
 
   def _apply(self, state: TrainState, grads: models.Params, **extra_args: Any) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after a step along `grads`, the same parameters if that is not finite, and its metrics."""
-    trainable, frozen = models.split_trainable(state.params)
+    trainable, frozen = split_state(state)
     updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable, **extra_args)
     grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
@@ -130,7 +135,18 @@ class PlacedModel:
       "update/norm": jnp.where(finite, update_norm, 0.0),
       "update/skipped": jnp.where(finite, 0.0, 1.0),
     }
-    return TrainState({**frozen, **trainable}, opt_state, optax.safe_increment(state.version)), metrics
+    critic = None if state.critic is None else {part: trainable.pop(part) for part in state.critic}
+    return TrainState({**frozen, **trainable}, opt_state, optax.safe_increment(state.version), critic), metrics
+
+
+def split_state(state: TrainState) -> tuple[models.Params, models.Params]:
+  """Splits the parameters of a state, the critic's among them, into (trainable, frozen)."""
+  return _split(state.params, state.critic)
+
+
+def _split(params: models.Params, critic: models.Params | None) -> tuple[models.Params, models.Params]:
+  trainable, frozen = models.split_trainable(params)
+  return {**trainable, **(critic or {})}, frozen
 
 
 def _place_shards(array: np.ndarray, sharding: NamedSharding) -> Array:

@@ -48,8 +48,8 @@ class DamagedCheckpointError(CheckpointError):
 class Checkpointer:
   """Saves and restores with Orbax: asynchronously, atomically, onto any number of devices.
 
-  A checkpoint has the items `params`, `optimizer` (optimizer state and version), `host` (a tree of numpy arrays and
-  JSON values, one per process) and `meta` (the fingerprint).
+  A checkpoint has the items `params`, `optimizer` (optimizer state, version and critic), `host` (a tree of numpy arrays
+  and JSON values, one per process) and `meta` (the fingerprint).
 
   Where the parameters have adapters, `params` are these alone. What they were trained on is written once, to the folder
   `base` beside `folder`; `meta` has its checksum, so that no checkpoint is ever put on another base.
@@ -132,7 +132,7 @@ class Checkpointer:
     self._find_folder(step)
     archives = {jax.process_index(): to_archive(host), **(others or {})}
     trained, frozen = split_trainable(state.params)
-    if not jax.device_get(_all_finite(trained)):
+    if not jax.device_get(_all_finite((trained, state.critic))):
       newest = "none yet" if self.latest_step is None else self.latest_step
       raise CheckpointError(
         f"the checkpoint of step {step} is not written to {self.folder}, because parameters are not finite; "
@@ -147,7 +147,7 @@ class Checkpointer:
         self._base = save_frozen(self._base_folder, frozen, self._processes)
     items = ocp.args.Composite(
       params=ocp.args.StandardSave(state.params),
-      optimizer=ocp.args.StandardSave({"opt_state": state.opt_state, "version": state.version}),
+      optimizer=ocp.args.StandardSave(_beside_params(state)),
       host=HostSave(archives),
       meta=ocp.args.JsonSave(self._fingerprint | ({"base": self._base} if self._base else {})),
     )
@@ -192,10 +192,7 @@ class Checkpointer:
       CheckpointError: if there is none, or it is of another model or on another base.
       DamagedCheckpointError: if it cannot be read.
     """
-    targets = {
-      "params": abstract.params,
-      "optimizer": {"opt_state": abstract.opt_state, "version": abstract.version},
-    }
+    targets = {"params": abstract.params, "optimizer": _beside_params(abstract)}
     items = self._restore(step, targets, host=HostRestore())
     return TrainState(items["params"], **items["optimizer"]), items["host"]
 
@@ -366,6 +363,12 @@ def _all_finite(params: Any) -> jax.Array:
   """bool [], whether every value is finite."""
   finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(params)]
   return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+
+
+def _beside_params(state: TrainState) -> dict[str, Any]:
+  """Returns what a state has beside the policy's parameters, by the names of its fields."""
+  kept = {"opt_state": state.opt_state, "version": state.version}
+  return kept if state.critic is None else kept | {"critic": state.critic}
 
 
 def _shapes(tree: Any) -> dict[str, str]:

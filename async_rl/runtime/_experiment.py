@@ -313,7 +313,7 @@ def _rewards_one_sample(objective: learning.Objective) -> bool:
       mask=jnp.ones((2, 1), bool),
       behavior=zeros,
       lag=jnp.zeros((2, 1), jnp.int32),
-      stats=models.TokenStats(zeros, zeros, zeros),
+      stats=models.TokenStats(zeros, zeros, zeros, zeros),
       reference=zeros,
       squared_norms=jnp.ones(2),
     )

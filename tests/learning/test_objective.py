@@ -27,7 +27,7 @@ WIDE = {
   "sequence_mask": dict(low=1e-3, high=1e3),
   "m2po": dict(budget=2.0),
 }
-RLHF = [(method, kl) for method in ("rloo", "proximal_rloo") for kl in ("reward", "reward_current", "loss")]
+RLHF = [(method, kl) for method in ("rloo", "proximal_rloo", "ppo") for kl in ("reward", "reward_current", "loss")]
 RLHF += [(method, "reward") for method in ("online_dpo", "ipo", "best_of_n")]
 
 
@@ -57,7 +57,7 @@ def test_every_correction_trains(name):
   assert_trains(learning.objective(name, **WIDE.get(name, {})))
 
 
-@pytest.mark.parametrize("name", losses.ADVANTAGES)
+@pytest.mark.parametrize("name", learning.ADVANTAGES)
 def test_every_baseline_trains(name):
   assert_trains(learning.objective("sequence_tis", advantages=name))
 
@@ -155,7 +155,7 @@ def test_options_reach_the_correction_and_the_statistic():
       ValueError,
       r"\*objective\* must be one of .reinforce., .*, got objective=.mp2o.; did you mean .m2po",
     ),
-    (lambda: learning.objective("m2po", advantages="gae"), ValueError, r"\*advantages\* .* got advantages='gae'"),
+    (lambda: learning.objective("m2po", advantages="gea"), ValueError, r"\*advantages\* .* got advantages='gea'"),
     (lambda: learning.objective("m2po", aggregate="mean"), ValueError, r"\*aggregate\* .* got aggregate='mean'"),
     (lambda: learning.objective("ppo_clip", cap=2.0), TypeError, r"\*cap\* is not an option of 'ppo_clip'.* low, high"),
     (lambda: learning.objective("reinforce", cap=2.0), TypeError, "takes none"),
@@ -169,10 +169,21 @@ def test_unknown_names_and_options_are_refused(make, error, message):
 
 
 def test_a_need_that_nobody_can_meet_is_refused_at_construction():
-  def loss(logprobs, behavior, advantages, mask, *, values): ...
+  def loss(logprobs, behavior, advantages, mask, *, curvature): ...
 
-  with pytest.raises(ValueError, match=r"\*loss\* must only need behavior, .*; got values"):
+  with pytest.raises(ValueError, match=r"\*loss\* must only need behavior, .*; got curvature"):
     learning.Objective(loss, losses.rloo_advantages)
+
+
+def test_values_are_refused_where_no_head_would_be_trained():
+  def advantages(rewards, groups, num_groups, *, values): ...
+
+  def token_rewards(rewards, *, mask): ...
+
+  with pytest.raises(ValueError, match=r"values go with advantages=GAE\(...\) only"):
+    learning.Objective(losses.reinforce, advantages)
+  with pytest.raises(ValueError, match=r"\*token_rewards\* and values go with"):
+    learning.Objective(losses.reinforce, losses.rloo_advantages, token_rewards=token_rewards)
 
 
 def test_a_statistic_of_ones_own_is_made_of_the_whole_batch():

@@ -1,0 +1,59 @@
+"""Advantages of single tokens from a value head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from async_rl import losses
+from async_rl._validation import check_number
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GAE:
+  """Generalized advantage estimation, and the value head that it is made with; takes the place of advantages.
+
+  The head is a linear function of the policy's last hidden states. It starts at 0 and is trained in the same step and
+  by the same optimizer, towards the returns. Values are those of the weights at the start of the step, however old the
+  samples are: one scoring pass over the whole batch. There is one update per batch, so PPO's clip of a value around the
+  old one could never act, and there is none.
+
+  References:
+    Schulman et al., High-Dimensional Continuous Control Using GAE, 2015, https://arxiv.org/abs/1506.02438
+    Schulman et al., Proximal Policy Optimization Algorithms, 2017, https://arxiv.org/abs/1707.06347
+  """
+
+  #: Of gae: discount of the rewards of later tokens, per token.
+  discount: float = 1.0
+  #: Of gae: decay of the temporal differences of later tokens; 1 is the return minus the value.
+  trace_decay: float = 0.95
+  #: Of gae: weight of the value loss beside the policy loss.
+  value_coefficient: float = 0.1
+  #: Of gae: bring the advantages of all tokens of a batch to mean 0 and deviation 1.
+  whiten: bool = True
+
+  def __post_init__(self):
+    check_number("discount", self.discount, at_least=0, at_most=1)
+    check_number("trace_decay", self.trace_decay, at_least=0, at_most=1)
+    check_number("value_coefficient", self.value_coefficient, above=0)
+
+  def advantages(self, rewards: Array, values: Array, mask: Array) -> Array:
+    """Returns the advantages of a whole batch, float32 [B, C]; arguments as of `returns`."""
+    advantages = self._estimate(rewards, values, mask)[0]
+    return losses.whiten(advantages, mask) if self.whiten else advantages
+
+  def returns(self, rewards: Array, values: Array, mask: Array) -> Array:
+    """Returns what the values are trained towards, float32 [B, C].
+
+    Args:
+      rewards: float32 [B, C], the reward of each token.
+      values: float32 [B, C], the value of the text before each token.
+      mask: bool [B, C], the trained tokens.
+    """
+    return self._estimate(rewards, values, mask)[1]
+
+  def _estimate(self, rewards: Array, values: Array, mask: Array) -> tuple[Array, Array]:
+    return losses.gae(rewards, values, mask, discount=self.discount, trace=self.trace_decay)
