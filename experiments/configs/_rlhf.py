@@ -24,11 +24,12 @@ class RLHF:
   method: learning.Method = "online_dpo"
   #: Of online_dpo and ipo: inverse temperature of the implicit reward.
   beta: float = 0.1
-  #: Of rloo and proximal_rloo: weight of the KL to the reference policy.
+  #: Of rloo, proximal_rloo and ppo: weight of the KL to the reference policy.
   kl_coefficient: float = 0.05
-  #: Of rloo and proximal_rloo: place of the KL, in the reward with the sampler's log-probabilities or with current ones
-  #: (reward, reward_current), or in the loss.
+  #: Of rloo, proximal_rloo and ppo: place of the KL, in the reward with the sampler's log-probabilities or with current
+  #: ones (reward, reward_current), or in the loss.
   kl: learning.KL = "reward"
+  gae: learning.GAE = learning.GAE()
   #: Reward of an unfinished completion; the reward model's have mean 0 on preferred completions and deviation 1.
   missing_end: float = -3.0
   #: Folder that keeps the first two stages, from where every later run with the same options takes them.
@@ -53,7 +54,9 @@ class RLHF:
 
   def objective(self) -> learning.Objective:
     """Returns the objective of the method."""
-    return learning.rlhf_objective(self.method, beta=self.beta, kl_coefficient=self.kl_coefficient, kl=self.kl)
+    return learning.rlhf_objective(
+      self.method, beta=self.beta, kl_coefficient=self.kl_coefficient, kl=self.kl, gae=self.gae
+    )
 
   def start(self, pretrained: Stage | None = None, weights: str = "") -> Stage | None:
     """Returns the supervised stage.

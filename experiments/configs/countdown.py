@@ -26,10 +26,11 @@ class Options:
   problems: int = 8192
   #: Policy loss, a name in `losses.CORRECTIONS`.
   objective: str = "topr"
-  #: Advantages, a name in `losses.ADVANTAGES`.
+  #: Advantages, a name in `learning.ADVANTAGES`.
   advantages: str = "dr_grpo"
   #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
   aggregate: str | None = "sequence_mean"
+  gae: learning.GAE = learning.GAE()
   #: Learning rate of AdamW.
   learning_rate: float = 1e-5
   pretrained: Pretrained = Pretrained()
@@ -56,7 +57,9 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=weights.tokenizer(),
     policy=weights.policy(),
     start=weights.load,
-    objective=learning.objective(options.objective, advantages=options.advantages, aggregate=options.aggregate),
+    objective=learning.objective(
+      options.objective, advantages=options.advantages, aggregate=options.aggregate, gae=options.gae
+    ),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
       optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),

@@ -1,6 +1,6 @@
 """RLHF on made-up summaries with a 0.1M-parameter transformer from scratch: supervised, reward model, asynchronous RL.
 
-Command: python -m experiments.train keywords --method online_dpo    # or ipo, rloo, proximal_rloo, best_of_n
+Command: python -m experiments.train keywords --method online_dpo    # or ipo, rloo, proximal_rloo, best_of_n, ppo
 Hardware and time: two CPU cores, minutes.
 Result: true reward of held-out samples .64 after the supervised stage, about .9 after 128 updates if their samples are
   at most a few updates old (experiments/reproductions/async_rlhf.md).

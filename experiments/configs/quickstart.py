@@ -28,10 +28,11 @@ class Options:
   warm_accuracy: float = 0.2
   #: Policy loss, a name in `losses.CORRECTIONS`.
   objective: str = "topr"
-  #: Advantages, a name in `losses.ADVANTAGES`.
+  #: Advantages, a name in `learning.ADVANTAGES`.
   advantages: str = "dr_grpo"
   #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
   aggregate: str | None = "sequence_mean"
+  gae: learning.GAE = learning.GAE()
   #: Learning rate of AdamW.
   learning_rate: float = 2e-4
   #: Exponent of the effective-sample-size scaling of the learning rate.
@@ -63,7 +64,9 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
     policy=models.Policy(config, dtype="float32"),
     start=runtime.SupervisedStage(5000, 2e-3, accuracy=options.warm_accuracy) if options.warm_accuracy else None,
-    objective=learning.objective(options.objective, advantages=options.advantages, aggregate=options.aggregate),
+    objective=learning.objective(
+      options.objective, advantages=options.advantages, aggregate=options.aggregate, gae=options.gae
+    ),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
       optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 20), b2=0.999, weight_decay=0.0),
