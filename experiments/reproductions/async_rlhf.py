@@ -31,7 +31,7 @@ from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
 
-METHODS: tuple[Method, ...] = ("online_dpo", "rloo", "proximal_rloo", "best_of_n")
+METHODS: tuple[Method, ...] = ("online_dpo", "rloo", "proximal_rloo", "best_of_n", "ppo")
 ROUNDS = (1, 4, 16, 64)
 RESULTS = pathlib.Path(__file__).parent / "results"
 

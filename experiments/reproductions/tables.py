@@ -61,9 +61,9 @@ def later() -> paired.Study:
 
 
 @functools.cache
-def looks() -> list[async_rlhf.Look]:
-  """Returns the measurements of the study of off-policy RLHF."""
-  return async_rlhf.read(reports.RESULTS / "async_rlhf.csv")
+def looks(name: str = "async_rlhf") -> list[async_rlhf.Look]:
+  """Returns the measurements of a study of off-policy RLHF."""
+  return async_rlhf.read(reports.RESULTS / f"{name}.csv")
 
 
 def counts(study: paired.Study) -> str:
@@ -145,6 +145,8 @@ TABLES: dict[str, Callable[[], str]] = {
   "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
   "rlhf": lambda: async_rlhf.table(looks()),
   "rlhf, more rounds": lambda: async_rlhf.differences_to_one_round(looks()),
+  "rlhf, ppo": lambda: async_rlhf.table(looks("async_rlhf_ppo")),
+  "rlhf, more rounds, ppo": lambda: async_rlhf.differences_to_one_round(looks("async_rlhf_ppo")),
   "rlhf, methods": lambda: async_rlhf.differences_to_method(looks(), "online_dpo"),
 }
 

@@ -57,5 +57,6 @@ def test_differences_are_paired_by_seed():
 
 def test_the_published_measurements_are_read():
   found = async_rlhf.read(async_rlhf.RESULTS / "async_rlhf.csv")
-  assert {look.method for look in found} == set(async_rlhf.METHODS)
+  later = async_rlhf.read(async_rlhf.RESULTS / "async_rlhf_ppo.csv")
+  assert {look.method for look in found + later} == set(async_rlhf.METHODS)
   assert all(isinstance(look.seed, int) and isinstance(look.gold, float) for look in found)
