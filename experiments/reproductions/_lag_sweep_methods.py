@@ -21,6 +21,7 @@ import optax
 from async_rl import learning
 from async_rl import losses
 from async_rl import stabilizers
+from experiments.reproductions import _lag_sweep_gac as gac
 
 Array = jax.Array
 
@@ -45,6 +46,7 @@ class Knobs(NamedTuple):
     servo: the gain of `servo_by_ess`.
     align_low: the lower threshold of `stabilizers.control_alignment`.
     align_high: its upper threshold.
+    alignment: the index into `gac.CHOICES`, of what else it leaves open.
     skip: the probability that an update is skipped.
     b1: Adam's decay of the first moment.
     anchor: the τ in A − τ (log w − its group's mean), a penalty on leaving the behavior policy, per sequence.
@@ -75,6 +77,7 @@ class Knobs(NamedTuple):
   average: float | Array = 0.0
   centering: int | Array = 0
   lag_power: float | Array = 0.0
+  alignment: int | Array = 0
 
 
 def stack(knobs: Sequence[Knobs], updates: int) -> Knobs:
@@ -231,7 +234,7 @@ def optimizer(knobs: Knobs) -> optax.GradientTransformationExtraArgs:
     servo_by_ess(knobs.servo),
     stabilizers.scale_by_lag(knobs.lag_power),
   )
-  return stabilizers.control_alignment(inner, knobs.align_low, knobs.align_high)
+  return gac.control_alignment(inner, knobs.align_low, knobs.align_high, knobs.alignment)
 
 
 def _method(loss: str, *parts: dict[str, Any], **knobs: Any) -> dict[str, Any]:
@@ -382,12 +385,28 @@ INGREDIENTS_EXACT = {
   "centered + OPOB, exact": _method("reinforce", OPOB, CENTERED),
 }
 
+#: The map of GAC by group of methods: thresholds, and the other choices at some of them, on several corrections.
+GAC_MAP = {
+  f"GAC {part}, {base}": {name: PUBLISHED[base] | knobs for name, knobs in make(base).items()}
+  for base in gac.BASES
+  for part, make in (("thresholds", gac.thresholds), ("choices", gac.choices))
+}
+#: The same of a correction in one group, from which a plan takes the best.
+GAC_ON = {f"GAC on {base}": GAC_MAP[f"GAC thresholds, {base}"] | GAC_MAP[f"GAC choices, {base}"] for base in gac.BASES}
+
 #: Controls: a knob of the first method is measured and given to a run of the second, at the same lag, rate and seed.
 #: (method to be measured, curve, knob that its mean becomes or multiplies, method that it is given to)
 CONTROLS = {
   "PPO + random skips": ("PPO + GAC", "skipped", "skip", PUBLISHED["PPO"]),
   "seq TIS, matched rate": ("ESS", "scale", "rate", PUBLISHED["seq TIS"]),
   "PPO, matched rate": ("PPO + ESS", "scale", "rate", PUBLISHED["PPO"]),
+}
+#: Controls of the map: the correction alone, which skips as often.
+GAC_CONTROLS = {
+  f"GAC at random, {base}": {
+    gac.at_random(name): (name, "skipped", "skip", PUBLISHED[base]) for name in GAC_ON[f"GAC on {base}"]
+  }
+  for base in gac.BASES
 }
 
 #: Controls that need no measurement.
@@ -398,4 +417,8 @@ EXACT_NORMS = SYNC_EXACT | THIRD | EXACT | MOMENTUM_EXACT | INGREDIENTS_EXACT
 
 METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | MOMENTUM | TOKEN_WEIGHTS | RAMPED | EXACT_NORMS
 METHODS |= CENTERED_SCORES | INGREDIENTS
-METHODS |= {name: row[3] for name, row in CONTROLS.items()}
+for _group in GAC_ON.values():
+  METHODS |= _group
+#: All controls.
+MATCHED = CONTROLS | {name: row for rows in GAC_CONTROLS.values() for name, row in rows.items()}
+METHODS |= {name: row[3] for name, row in MATCHED.items()}

@@ -45,7 +45,12 @@ GROUPS: dict[str, Collection[str]] = {
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,
   "controls": methods.CONTROLS,
+  **methods.GAC_MAP,
+  **methods.GAC_ON,
+  **methods.GAC_CONTROLS,
 }
+#: The tasks: those of the sweep, and the toy of `laboratory`.
+TASKS = (*problems.SETTINGS, "words")
 
 
 class Run(NamedTuple):
@@ -119,17 +124,22 @@ class Results:
     np.savez_compressed(part, **columns)  # type: ignore[arg-type]
     os.replace(part, file)
 
-  def best_rate(self, task: str, method: str, lag: int, seeds: Collection[int]) -> float | None:
-    """Returns the rate with the highest mean accuracy of a method's runs on other seeds than *seeds*; None without."""
-    found: dict[float, list[float]] = {}
+  def best(self, task: str, names: Collection[str], lag: int, seeds: Collection[int]) -> tuple[str, float] | None:
+    """Returns the method and rate of the highest mean accuracy on other seeds than *seeds*; None without runs."""
+    found: dict[tuple[str, float], list[float]] = {}
     for run, curves in self.curves.items():
-      if run[:3] == (task, method, lag) and run.seed not in seeds:
-        found.setdefault(run.rate, []).append(final_accuracy(curves))
-    return max(found, key=lambda rate: float(np.mean(found[rate]))) if found else None
+      if (run.task, run.lag) == (task, lag) and run.method in names and run.seed not in seeds:
+        found.setdefault((run.method, run.rate), []).append(final_accuracy(curves))
+    return max(found, key=lambda config: float(np.mean(found[config]))) if found else None
 
   def mean(self, run: Run, curve: str) -> float | None:
     """Returns the mean of a curve over a whole run; None if the run was not made."""
     return float(np.mean(self.curves[run][CURVES.index(curve)], dtype=np.float32)) if run in self.curves else None
+
+
+def _measured(name: str) -> str:
+  """Returns the method that a control is matched to; any other method itself."""
+  return methods.MATCHED[name][0] if name in methods.MATCHED else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +154,7 @@ class Item:
     rates: the nominal learning rates; none for the one that *choose* gives.
     choose: the function that chooses a rate where none is given.
     tried: whether to take the best rate of this sweep's own runs on other seeds, made before.
+    best: whether to take only the best method at each lag, by the same runs.
   """
 
   task: str
@@ -153,6 +164,7 @@ class Item:
   rates: tuple[float, ...] = RATES
   choose: ChooseRate | None = None
   tried: bool = False
+  best: bool = False
 
   @property
   def exact(self) -> bool:
@@ -162,7 +174,7 @@ class Item:
   @property
   def controls(self) -> bool:
     """Whether there are controls among the methods."""
-    return any(name in methods.CONTROLS for name in self.names)
+    return any(name in methods.MATCHED for name in self.names)
 
   @property
   def depends(self) -> bool:
@@ -179,10 +191,11 @@ class Item:
 
   def rates_of(self, name: str, lag: int, results: Results | None = None) -> tuple[float, ...]:
     """Returns the rates of a method at a lag; a control has that of the method it is matched to."""
-    measured = methods.CONTROLS[name][0] if name in methods.CONTROLS else name
+    measured = _measured(name)
     if self.tried:
-      rate = results and results.best_rate(self.task, measured, lag, self.seeds)
-      return (rate,) if rate else ()
+      among = {_measured(other) for other in self.names} if self.best else {measured}
+      best = results and results.best(self.task, among, lag, self.seeds)
+      return (best[1],) if best and best[0] == measured else ()
     return (self.choose(self.task, measured, lag),) if self.choose else self.rates
 
   def _missing(self, results: Results) -> Iterator[tuple[Run, methods.Knobs | None]]:
@@ -193,7 +206,7 @@ class Item:
           yield run, _knobs(run, results)
 
 
-FORM = "TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen|%tried]"
+FORM = "TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen|%tried|%best]"
 
 
 def parse(text: str, choose: ChooseRate | None = None) -> Item:
@@ -214,10 +227,10 @@ def parse(text: str, choose: ChooseRate | None = None) -> Item:
   rate = r"\d*\.?\d+(?:e-?\d+)?"
   seeds = r"\d+|\d+-\d+"
   match = re.fullmatch(
-    rf"(\w+)/([^:@%]+)(?::(\d+(?:,\d+)*))?(?:@({seeds}))?(?:%(chosen|tried|{rate}(?:,{rate})*))?", text
+    rf"(\w+)/([^:@%]+)(?::(\d+(?:,\d+)*))?(?:@({seeds}))?(?:%(chosen|tried|best|{rate}(?:,{rate})*))?", text
   )
-  if not match or match[1] not in problems.SETTINGS:
-    raise ValueError(f"a plan is {FORM} with a task of {list(problems.SETTINGS)}, got {text!r}")
+  if not match or match[1] not in TASKS:
+    raise ValueError(f"a plan is {FORM} with a task of {list(TASKS)}, got {text!r}")
   task, group = match[1], match[2]
   if group not in GROUPS and group not in methods.METHODS:
     raise ValueError(f"there is no group or method {group!r}; groups: {list(GROUPS)}; {list(methods.METHODS)}")
@@ -233,8 +246,8 @@ def parse(text: str, choose: ChooseRate | None = None) -> Item:
     if choose is None:
       raise ValueError(f"there are no earlier seeds to choose a rate on, got {text!r}; give the rates.")
     return Item(task, names, lags, tuple(numbers), (), choose)
-  if match[5] == "tried":
-    return Item(task, names, lags, tuple(numbers), (), tried=True)
+  if match[5] in ("tried", "best"):
+    return Item(task, names, lags, tuple(numbers), (), tried=True, best=match[5] == "best")
   rates = tuple(map(float, match[5].split(","))) if match[5] else RATES
   if not min(rates):
     raise ValueError(f"a plan needs rates above 0, got {text!r}")
@@ -254,8 +267,8 @@ def seeds_of(items: Iterable[Item], task: str) -> set[int]:
 
 def _knobs(run: Run, results: Results) -> methods.Knobs | None:
   knobs = {"seed": run.seed, "lag": run.lag, "rate": run.rate} | methods.METHODS[run.method]
-  if run.method in methods.CONTROLS:
-    measured, curve, knob, _ = methods.CONTROLS[run.method]
+  if run.method in methods.MATCHED:
+    measured, curve, knob, _ = methods.MATCHED[run.method]
     value = results.mean(run._replace(method=measured), curve)
     if value is None:
       return None

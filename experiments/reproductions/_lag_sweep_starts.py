@@ -11,13 +11,21 @@ import os
 import pathlib
 import zlib
 from collections.abc import Collection
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.reproductions import _lag_sweep_tasks as problems
-from experiments.reproductions._lag_sweep_run import Runner
+
+
+class Starter(Protocol):
+  """Makes a warm start; `Runner` says how."""
+
+  def warm_start(
+    self, key: jax.Array, train: problems.Problems, test: problems.Problems
+  ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
 def checksum(weights: np.ndarray) -> int:
@@ -49,7 +57,7 @@ class WarmStarts:
     return sorted(set(seeds) - set(self.weights))
 
   def make(
-    self, seeds: Collection[int], runner: Runner, train: problems.Problems, test: problems.Problems
+    self, seeds: Collection[int], runner: Starter, train: problems.Problems, test: problems.Problems
   ) -> list[int]:
     """Makes the missing warm starts of *seeds* in one batch, saves all, and returns the seeds that were missing."""
     missing = self.missing(seeds)

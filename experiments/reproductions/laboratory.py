@@ -94,8 +94,8 @@ class WordTraining(training.Training):
   that what it learns about one letter moves the others.
   """
 
-  def __init__(self, toy: Toy, max_lag: int):
-    super().__init__(toy, max_lag=max_lag)
+  def __init__(self, toy: Toy, max_lag: int = training.MAX_LAG, exact_norms: bool = False):
+    super().__init__(toy, exact_norms, max_lag)
     self.toy = toy
     shape = (toy.length, toy.letters, toy.letters, toy.features)
     self.inputs = jax.random.normal(jax.random.key(9), shape)  # by position, last letter and the one before
@@ -123,6 +123,13 @@ class WordTraining(training.Training):
 
     (weights, _), _ = jax.lax.scan(update, (weights, optimizer.init(weights)), length=self.toy.warm_updates)
     return weights
+
+  def warm_start(self, key: Array, train: Problems, test: Problems) -> tuple[Array, Array, Array]:
+    """Returns `init`, the supervised updates that it took, and its accuracy, as the sweep asks for them."""
+    del train
+    weights = self.init(key)
+    accuracy = self.accuracy(weights, test.prompts, 4096, jax.random.fold_in(key, 1))
+    return weights, jnp.int32(self.toy.warm_updates), accuracy
 
   def table(self, weights: Array) -> Array:
     """Returns the log-probabilities of every letter by position and letters before, [length, V, V, V]."""

@@ -8,14 +8,15 @@
 Every run is a whole training in the `simulated` way, at a fixed lag: a small transformer, warm-started by supervision
 up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorized (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
-`cd4`, countdown with four numbers. A plan, on the command line or in a file, is a list of
+`cd4`, countdown with four numbers; `words`, the toy of `laboratory`. A plan, on the command line or in a file, is a
+list of
 
-    TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen|%tried]
+    TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen|%tried|%best]
 
 The groups are those of `GROUPS`; the name of a method may stand for a group. The runs of `controls` need the ones that
 they are matched to. Without rates each method is run at every rate of 1e-5 ... 2e-4; `%chosen` is the best rate of the
 published results, whose seeds (0 to 4) the plan must then leave alone; `%tried` is the best rate of this folder's own
-runs on other seeds than the item's, made before.
+runs on other seeds than the item's, made before; `%best` is the same for the best method of the group alone.
 
 Runs already in the folder are not repeated, so a plan that ran out of time can be given again. Warm starts are kept in
 the folder, and runs from other warm starts are refused: only runs of one warm start are paired. What the results say:
@@ -38,6 +39,7 @@ import numpy as np
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _lag_sweep_tasks as problems
+from experiments.reproductions import laboratory
 from experiments.reproductions._lag_sweep_run import Program
 from experiments.reproductions._lag_sweep_run import Runner
 from experiments.reproductions._lag_sweep_starts import WarmStarts
@@ -65,7 +67,7 @@ class Sweep:
   def __init__(
     self,
     folder: pathlib.Path,
-    settings: dict[str, problems.Setting],
+    settings: dict[str, problems.Setting | laboratory.Toy],
     devices: list[jax.Device],
     runs_per_device: int,
     dtype: str,
@@ -89,13 +91,13 @@ class Sweep:
     stages: list[list[plans.Item]] = []  # each in one program; what depends on other runs begins a new one
     for item in items:
       last = stages[-1][-1] if stages else None
-      needs_last = item.controls or (item.tried and last and not last.tried)
+      needs_last = last and ((item.controls and not last.controls) or (item.tried and not last.tried))
       if last is None or needs_last or (item.task, item.exact) != (last.task, last.exact):
         stages.append([])
       stages[-1].append(item)
     # One program at a time, and the first one alone: on a GPU the compiler times kernels.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-      data = {task: problems.problems(self.settings[task], self.folder, self.data_dir) for task in self._tasks(items)}
+      data = {task: self._problems(task) for task in self._tasks(items)}
       programs: dict[tuple[str, bool], concurrent.futures.Future[Program]] = {}
       for item in items:
         if (item.task, item.exact) not in programs and (item.depends or item.runs(self.results)):
@@ -113,18 +115,31 @@ class Sweep:
   def _tasks(self, items: list[plans.Item]) -> list[str]:
     return list(dict.fromkeys(item.task for item in items))
 
+  def _problems(self, task: str) -> tuple[problems.Problems, problems.Problems]:
+    setting = self.settings[task]
+    if isinstance(setting, laboratory.Toy):
+      words = laboratory.WordTraining(setting).problems
+      return words, words
+    return problems.problems(setting, self.folder, self.data_dir)
+
+  def _runner(self, task: str, exact: bool = False) -> Runner | laboratory.WordTraining:
+    setting = self.settings[task]
+    if isinstance(setting, laboratory.Toy):
+      return laboratory.WordTraining(setting, self.max_lag, exact)
+    return Runner(setting, self.dtype, exact, self.max_lag)
+
   def _say(self, text: str) -> None:
     print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
 
   def _compile(self, task: str, exact: bool, *data: problems.Problems) -> Program:
-    program = Runner(self.settings[task], self.dtype, exact, self.max_lag).compile(self.runs, self.mesh, *data)
+    program = self._runner(task, exact).compile(self.runs, self.mesh, *data)
     self._say(f"compiled {task}{', exact norms' if exact else ''}: {program.describe()}")
     return program
 
   def _warm_starts(self, task: str, seeds: set[int], *data: problems.Problems) -> WarmStarts:
     """Returns the warm starts of all seeds of the plan; those that the folder lacks are made in one batch and kept."""
     starts = WarmStarts(self.starts / f"warm_{task}.npz")
-    made = starts.make(seeds, Runner(self.settings[task], self.dtype), *data)
+    made = starts.make(seeds, self._runner(task), *data)
     if made:
       updates, accuracies = ([values[seed] for seed in made] for values in (starts.updates, starts.accuracies))
       self._say(f"warm starts of {task}: {updates} updates, accuracies {np.round(accuracies, 3)}")
@@ -201,7 +216,7 @@ def main(arguments: list[str] | None = None) -> plans.Results:
     parser.error(f"--runs-per-device must be at least 1, got {options.runs_per_device}")
   try:
     texts = [*options.items, *(plans.read(options.plan) if options.plan else [])]
-    settings, items = problems.SETTINGS, _items(texts)
+    settings, items = problems.SETTINGS | {"words": laboratory.Toy()}, _items(texts)
   except (ValueError, OSError) as error:
     parser.error(str(error))
   devices, runs, dtype = jax.devices(), options.runs_per_device, options.dtype

@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,6 +36,14 @@ def test_more_runs_than_the_program_has(lab):
   rewards = lab(runs)["norm"]
   np.testing.assert_array_equal(rewards[0], rewards[4])
   assert rewards[0].tolist() != rewards[1].tolist()
+
+
+def test_a_sweep_begins_the_toy_where_the_laboratory_does(lab):
+  words = laboratory.WordTraining(lab.toy, 4)
+  weights, updates, accuracy = jax.jit(words.warm_start)(jax.random.key(1), words.problems, words.problems)
+  np.testing.assert_allclose(weights, lab._init(jnp.array([1]))[0], rtol=1e-5, atol=1e-6)
+  assert updates == lab.toy.warm_updates
+  assert 1.5 / lab.toy.letters < accuracy < 0.7
 
 
 def test_a_lag_above_the_longest_is_refused(lab):

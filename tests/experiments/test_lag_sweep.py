@@ -12,9 +12,11 @@ import pytest
 from async_rl import learning
 from async_rl import losses
 from async_rl import models
+from async_rl import stabilizers
 from async_rl import tasks
 from async_rl.types import LENGTH
 from async_rl.types import STOP
+from experiments.reproductions import _lag_sweep_gac as gac
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_report as reports
@@ -258,10 +260,34 @@ def test_default_knobs_are_plain_clipped_adam():
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
+def test_a_traced_choice_of_gac_is_that_choice():
+  gradients = jax.random.normal(jax.random.key(0), (12, 6)) + 0.9
+  chain = lambda: optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
+
+  def train(optimizer):
+    def step(carry, gradient):
+      params, state = carry
+      updates, state = optimizer.update(gradient, state, params)
+      params = optax.apply_updates(params, updates)
+      return (params, state), (params, optax.tree.get(state, "alignment_regime"))
+
+    params = jnp.zeros(6)
+    return jax.lax.scan(step, (params, optimizer.init(params)), gradients)[1]
+
+  traced = jax.jit(jax.vmap(lambda choice: train(gac.control_alignment(chain(), 0.2, 0.6, choice))))
+  got, regimes = (np.asarray(x) for x in traced(jnp.arange(len(gac.CHOICES))))
+  assert {stabilizers.AlignmentRegime.PROJECTED, stabilizers.AlignmentRegime.SKIPPED} <= set(regimes.ravel().tolist())
+  for i, choice in enumerate(gac.CHOICES):
+    wanted = train(stabilizers.control_alignment(chain(), 0.2, 0.6, **choice._asdict()))
+    np.testing.assert_allclose(got[i], wanted[0], atol=1e-5)
+    np.testing.assert_array_equal(regimes[i], wanted[1])
+    assert np.all(np.abs(np.delete(got, i, axis=0) - got[i]).max(axis=(1, 2)) > 1e-3), choice
+
+
 def test_every_method_has_knobs_that_exist():
   for name, knobs in methods.METHODS.items():
     assert set(knobs) <= set(methods.Knobs._fields), name
-  assert {row[0] for row in methods.CONTROLS.values()} <= set(methods.METHODS)
+  assert {row[0] for row in methods.MATCHED.values()} <= set(methods.METHODS)
   assert {name for panel in reports.PANELS.values() for name in panel} <= set(methods.METHODS)
 
 

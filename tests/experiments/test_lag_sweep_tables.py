@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from experiments.reproductions import _intervals as intervals
+from experiments.reproductions import _lag_sweep_gac as gac
+from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _lag_sweep_run as runs
@@ -176,6 +178,37 @@ def test_the_plan_of_later_methods_tries_what_it_then_runs():
   reported = {seed for item in items if 0 not in item.lags for seed in item.seeds if seed < 2100}
   assert reported == set(range(2000, 2020))
   assert not reported & set(range(1000, 1021))
+
+
+def test_the_best_of_a_group_is_taken_with_its_control(tmp_path):
+  results = plans.Results(tmp_path)
+  best, other = gac.name("TOPR", 0.1, 0.4), gac.name("TOPR", 0.05, 0.2, 3)
+  made = [
+    plans.Run("ch4", best, 10, 2e-4, 7),
+    plans.Run("ch4", other, 10, 1e-4, 7),
+    plans.Run("ch4", other, 10, 1e-4, 9),
+  ]
+  late = np.array([[0.0] * 5 + [value] * plans.LAST for value in (0.6, 0.5, 0.9)])  # the last is of an own seed
+  results.add(made, {name: late for name in runs.CURVES}, {7: 1, 9: 2})
+  item, control = (plans.parse(f"ch4/{group}, TOPR:10,32@9-9%best") for group in ("GAC thresholds", "GAC at random"))
+  assert list(item.runs(results)) == [plans.Run("ch4", best, 10, 2e-4, 9)]
+  assert control.waiting(results) == 1
+  results.add([plans.Run("ch4", best, 10, 2e-4, 9)], {name: np.full((1, 10), 0.25) for name in runs.CURVES}, {9: 2})
+  ((run, knobs),) = control.runs(results).items()
+  assert run == plans.Run("ch4", gac.at_random(best), 10, 2e-4, 9)
+  assert (knobs.skip, knobs.loss, knobs.align_low) == (0.25, list(methods.LOSSES).index("topr"), 2.0)
+
+
+@pytest.mark.parametrize("name", ["gac_map", "gac_words", "missing_methods"])
+def test_a_plan_reports_on_seeds_that_it_does_not_try_anything_on(name):
+  items = lag_sweep._items(plans.read(reports.RESULTS.parent / f"{name}.txt"))
+  reported = {seed for item in items if item.tried for seed in item.seeds}
+  tried = [item for item in items if not set(item.seeds) & reported]
+  assert len(reported) >= 16
+  configs = lambda items: {(method, lag) for item in items for method in item.names for lag in item.lags}
+  assert configs([item for item in items if item.tried and not item.best]) <= configs(tried)
+  assert all(configs([item]) & configs(tried) for item in items if item.best and not item.controls)
+  assert not reported & {*range(5), *range(1000, 1021), *range(2000, 2020), *range(2100, 2103)}
 
 
 def test_a_control_has_the_rate_that_its_counterpart_chose():
