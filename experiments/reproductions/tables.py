@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import async_rlhf
@@ -30,6 +31,7 @@ from experiments.reproductions._lag_sweep_table import rate_text
 PAGES = pathlib.Path(__file__).parent
 FRESH = reports.RESULTS / "fresh_seeds"
 LATER = reports.RESULTS / "later_methods"
+GAC_WORDS = reports.RESULTS / "gac_words"
 #: The seeds on which the study of later methods tried rates, and those that it reports.
 TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
 
@@ -58,6 +60,13 @@ def tried() -> Table:
 def later() -> paired.Study:
   """Returns the study of later methods."""
   return paired.Study(Table.of(Results(LATER), "ch4", REPORTED), [tried(), earlier()])
+
+
+@functools.cache
+def gac_words() -> maps.Map:
+  """Returns the map of GAC on the toy: chosen on seeds 0 and 1, run on those from 100 on."""
+  results = Results(GAC_WORDS)
+  return maps.Map(Table.of(results, "words", range(100)), Table.of(results, "words", range(100, 1000)))
 
 
 @functools.cache
@@ -143,6 +152,11 @@ TABLES: dict[str, Callable[[], str]] = {
   "later, diagnostics": lambda: later().diagnostics((0, 10, 32)),
   "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),
   "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
+  "gac, cosines": lambda: maps.cosines(earlier(), (10, 32)),
+  "gac, words, counts": lambda: gac_words().counts(),
+  "gac, words": lambda: gac_words().differences(),
+  "gac, words, thresholds": lambda: gac_words().thresholds(),
+  "gac, words, choices": lambda: gac_words().choices(),
   "rlhf": lambda: async_rlhf.table(looks()),
   "rlhf, more rounds": lambda: async_rlhf.differences_to_one_round(looks()),
   "rlhf, ppo": lambda: async_rlhf.table(looks("async_rlhf_ppo")),

@@ -11,8 +11,11 @@ import pytest
 from async_rl import learning
 from async_rl import models
 from experiments.reproductions import _intervals as intervals
+from experiments.reproductions import _lag_sweep_gac as gac
+from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_methods as sweep_methods
 from experiments.reproductions import _lag_sweep_paired as paired
+from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_run as runs
 from experiments.reproductions import _lag_sweep_table as sweep
 from experiments.reproductions import tables
@@ -113,6 +116,34 @@ def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose():
     if tried.rates(method, lag):
       assert row.chosen
       assert row.edge is (rate in (min(tried.rates(method, lag)), max(tried.rates(method, lag))))
+
+
+def test_the_map_of_gac_compares_the_chosen_with_the_correction_and_with_random_skips():
+  name, other = gac.name("TOPR", 0.1, 0.4), gac.name("TOPR", 0.2, 0.8)
+  tried = {("TOPR", 10, 0.1): [0.5], ("TOPR", 10, 0.2): [0.6], (name, 10, 0.1): [0.7], (other, 10, 0.1): [0.4]}
+  rest = {key: [0.1] for key in gac.thresholds("TOPR") if key not in (name, other)}
+  tried |= {(key, 10, 0.1): value for key, value in rest.items()}
+  fresh = {
+    ("TOPR", 10, 0.2): [0.2, 0.3, 0.4],
+    (name, 10, 0.1): [0.3, 0.4, 0.5],
+    (gac.at_random(name), 10, 0.1): [0.2] * 3,
+  }
+  drawn = maps.Map(_table(tried), _table(fresh))
+  assert (drawn.bases, drawn.lags, drawn.comparisons) == (["TOPR"], [10], 2)
+  (line,) = drawn.differences().splitlines()[2:]
+  assert line.split(" | ")[2:4] == [".300 ± .248 at 2e-1*", "GAC .1/.4"]
+  assert line.endswith("| **+.100 ± .000** | +.200 ± .248 (no difference) |")
+  (line,) = drawn.thresholds().splitlines()[2:]
+  assert line.split(" | ")[6] == "+.100 (.00)"  # .70 minus the best of .50 and .60
+  assert drawn.counts() == "11 runs on 1 seeds to choose on, 9 on 3 others, 0 to 2; 2 comparisons."
+
+
+def test_no_seed_of_the_map_of_gac_was_chosen_on():
+  drawn = tables.gac_words()
+  assert not set(drawn.tried.seeds) & set(drawn.fresh.seeds)
+  assert not np.isnan(drawn.fresh.accuracy).any()
+  results, items = plans.Results(tables.GAC_WORDS), map(plans.parse, plans.read(tables.PAGES / "gac_words.txt"))
+  assert not any(item.runs(results) or item.waiting(results) for item in items)  # the plan makes what the file has
 
 
 def test_a_table_that_does_not_exist_is_refused():
