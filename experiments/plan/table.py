@@ -4,12 +4,14 @@
     python -m experiments.plan.table --no-compile        # counts traced programs of all layers: about 10 minutes
     python -m experiments.plan.table --only qwen3-0.6b v5e:4x4
 
-Writes a JSON file and prints a table. Groups of 16 samples with prompts of 160 and completions of 128 tokens in the
-mean, 320 and 256 at most; AdamW in float32; `remat full`; no evaluation. The learner splits its parameters over all of
-its chips, or over the largest power of two that divides their number. Generation takes half of each host's chips, a
-quarter on v6e, or all of them where the compiler takes no part of a slice. The weights are split over the fewest
-generation chips that leave room, and slots fill half of what then remains. What was not compiled is without temporaries
-and exchanges.
+Writes a JSON file, row by row, and prints a table. Rows that the file has stay, unless they are asked for and were only
+counted, or compiled in vain: so the table can be compiled bit by bit.
+
+Groups of 16 samples with prompts of 160 and completions of 128 tokens in the mean, 320 and 256 at most; AdamW in
+float32; `remat full`; no evaluation. The learner splits its parameters over all of its chips, or over the largest power
+of two that divides their number. Generation takes half of each host's chips, a quarter on v6e, or all of them where the
+compiler takes no part of a slice. The weights are split over the fewest generation chips that leave room, and slots
+fill half of what then remains. What was not compiled is without temporaries and exchanges.
 """
 
 from __future__ import annotations
@@ -90,12 +92,12 @@ def _figures(plan: Plan) -> dict[str, Any]:
 def to_text(rows: list[dict[str, Any]]) -> str:
   """Returns the table as Markdown."""
   lines = [
-    "| model | slice | slots, tensor | learner, generation, GiB of a chip's | learner s | generation s | tokens/s | "
-    "chip-hours of 100 steps |",
-    "|---|---|---|---|---|---|---|---|",
+    "| model | slice | by | slots, tensor | learner, generation, GiB of a chip's | learner s | generation s | "
+    "tokens/s | chip-hours of 100 steps |",
+    "|---|---|---|---|---|---|---|---|---|",
   ]
   for row in rows:
-    start = f"| {row['model']} | {row['slice']} |"
+    start = f"| {row['model']} | {row['slice']} | {'compiled' if row['compiled'] else 'counted'} |"
     if "error" in row:
       lines.append(f"{start} {row['error'][:120]} | | | | | |")
       continue
@@ -118,15 +120,24 @@ def main(arguments: list[str] | None = None) -> int:
   unknown = [name for name in args.only if name not in (*MODELS, *SLICES)]
   if unknown:
     parser.error(f"no such model or slice: {', '.join(unknown)}; there are {', '.join((*MODELS, *SLICES))}")
-  rows = []
+  rows = {(row["model"], row["slice"]): row for row in json.loads(args.out.read_text())} if args.out.exists() else {}
   for model in [name for name in MODELS if name in args.only or not set(MODELS) & set(args.only)]:
     for name, generation in SLICES.items():
-      if name in args.only or not set(SLICES) & set(args.only):
-        rows.append(plan_row(model, name, generation, compiles=not args.no_compile, limit=args.limit))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
-  print(to_text(rows))
+      old = rows.get((model, name))
+      if (name not in args.only and set(SLICES) & set(args.only)) or (old and _is_compiled(old)):
+        continue
+      row = plan_row(model, name, generation, compiles=not args.no_compile, limit=args.limit)
+      print(json.dumps(row), file=sys.stderr, flush=True)
+      if old is None or args.no_compile or _is_compiled(row):
+        rows[model, name] = row
+      args.out.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+  print(to_text(list(rows.values())))
   return 0
+
+
+def _is_compiled(row: dict[str, Any]) -> bool:
+  """Returns whether all that a row tells was compiled, or what was compiled is known not to fit."""
+  return row["compiled"] and "error" not in row and (row["step_s"] is not None or not row["fits"])
 
 
 if __name__ == "__main__":

@@ -138,13 +138,38 @@ def test_the_table_splits_weights_and_fills_memory_with_slots():
   assert [v["--slots"] for v in values] == ["128", "128", "512"]
 
 
+def test_the_table_keeps_what_was_compiled(monkeypatch, tmp_path, capsys):
+  """A row is compiled once, and a counted one stays where the compiler gave up."""
+  made = []
+
+  def plan_row(model, name, generation, *, compiles, limit):
+    made.append((name, compiles))
+    late = compiles and name == "v5e:8x8"
+    row = {"model": model, "slice": name, "compiled": compiles, "options": "--slots 16 --generation-tensor 1"}
+    row |= {"needs_GiB": {"learner": 1, "generation": 2}, "hbm_GiB": 3, "fits": True}
+    return row | dict.fromkeys(("learner_s", "generation_s", "step_s", "tokens_per_s"), None if late else 4.0) | {
+      "chip_hours_per_100_steps": 5
+    }  # fmt: skip
+
+  monkeypatch.setattr(table, "plan_row", plan_row)
+  arguments = ["--only", "qwen3-0.6b", "v5e:4x4", "v5e:8x8", "--out", str(tmp_path / "table.json")]
+  for more in (["--no-compile"], [], ["--no-compile"]):
+    table.main([*arguments, *more])
+  assert made == [(name, how) for how in (False, True) for name in ("v5e:4x4", "v5e:8x8")] + [("v5e:8x8", False)]
+  rows = json.loads((tmp_path / "table.json").read_text())
+  assert [(row["slice"], row["compiled"]) for row in rows] == [("v5e:4x4", True), ("v5e:8x8", False)]
+  assert "| qwen3-0.6b | v5e:8x8 | counted |" in capsys.readouterr().out
+
+
 def test_the_table_names_what_does_not_fit():
   row = {"model": "a", "slice": "v5e:4x4", "options": "--slots 16 --generation-tensor 4", "hbm_GiB": 15.75}
+  row |= {"compiled": True}
   row |= {"needs_GiB": {"learner": 20.0, "generation": 3.0}, "fits": False}
   row |= dict.fromkeys(("learner_s", "generation_s", "tokens_per_s", "chip_hours_per_100_steps"))
-  last = table.to_text([row, {"model": "b", "slice": "v5e:4x4", "error": "nothing"}]).splitlines()[-2:]
-  assert last[0] == "| a | v5e:4x4 | 16, 4 | 20.0, 3.0 of 15.75 **no** | – | – | – | – |"
-  assert last[1].startswith("| b | v5e:4x4 | nothing |")
+  failed = {"model": "b", "slice": "v5e:4x4", "compiled": False, "error": "nothing"}
+  last = table.to_text([row, failed]).splitlines()[-2:]
+  assert last[0] == "| a | v5e:4x4 | compiled | 16, 4 | 20.0, 3.0 of 15.75 **no** | – | – | – | – |"
+  assert last[1].startswith("| b | v5e:4x4 | counted | nothing |")
 
 
 def test_micro_batches_hold_as_many_sequences_as_their_rows_have_room_for():
