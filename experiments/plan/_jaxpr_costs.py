@@ -233,7 +233,9 @@ def _kernel(step: _Step, scope: _Scope) -> Operation:
     return _decode_kernel(step, scope)
   grid = params["grid_mapping"].grid
   blocks = math.prod(grid)
-  if "splash" in str(params.get("name")) and grid[-1] == grid[-2]:
+  name = str(params.get("name"))
+  # Blocks of queries and of keys come last, but with the heads between them where gradients of keys are summed.
+  if "splash" in name and grid[-1] == grid[-3 if "dkv" in name else -2]:
     blocks *= (grid[-1] + 1) / (2 * grid[-1])  # blocks above the diagonal are skipped
   flops = sum(product_flops(eqn) for eqn in _all_eqns(params["jaxpr"]))
   return Operation(flops * blocks, sum(x.nbytes for x in (*step.reads, *step.makes)), scope.times, "bfloat16")

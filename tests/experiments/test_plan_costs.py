@@ -126,6 +126,10 @@ def test_an_attention_kernel_skips_what_no_token_sees():
   operations, (kernel,) = _jaxpr_costs.count_traced(traced.jaxpr)
   assert kernel.flops * kernel.times == pytest.approx(rows * heads * 2 * 2 * length**2 * width * 10 / 16)
   assert total(operations) == 0
+  square = rows * heads * 2 * length**2 * width * 10 / 16
+  backward = jax.jit(jax.grad(lambda q, k, *rest: jnp.sum(attend(q, k, *rest).astype(jnp.float32)), (0, 1)))
+  _, kernels = _jaxpr_costs.count_traced(backward.trace(q, q, q, jax.ShapeDtypeStruct((rows, length), jnp.int32)).jaxpr)
+  assert [kernel.flops / square for kernel in kernels] == pytest.approx([2, 4, 3])  # output, keys and values, queries
 
 
 def test_the_decode_kernel_reads_the_blocks_that_are_filled():
