@@ -44,11 +44,12 @@ QWEN3_06B = ModelConfig(
   rope_theta=1e6, tie_embeddings=True, qk_norm=True,
 )  # fmt: skip
 SMOKE = dataclasses.replace(QWEN3_06B, vocab_size=512, d_model=64, num_layers=2, d_ff=128, head_dim=16)
+GROUP = 8  # samples of a prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Slots, prompt tokens, cache positions per slot, length buckets, live slots (all), whether to run end to end."""
+  """Slots, prompt tokens, cache positions, length buckets, live slots (all), whether to run end to end, group size."""
 
   slots: int
   prompt: int
@@ -56,6 +57,7 @@ class Case:
   buckets: int = 2
   live: int | None = None
   end_to_end: bool = False
+  group: int = GROUP
 
 
 CASES = (
@@ -71,7 +73,6 @@ CASES = (
 )
 SMOKE_CASES = (Case(16, 32, 128, end_to_end=True), Case(16, 40, 128), Case(32, 40, 128, live=8))
 MEAN_LENGTH = 62  # of completions with a long tail
-GROUP = 8
 
 
 def copy_bandwidth(size: int) -> float:
@@ -93,7 +94,7 @@ def sampler_config(case: Case, chunk: int) -> SamplerConfig:
   """Returns the sizes of the engine of one row."""
   return SamplerConfig(
     slots=case.slots,
-    group_size=GROUP,
+    group_size=case.group,
     max_prompt_tokens=case.prompt,
     max_new_tokens=case.capacity - case.prompt,
     chunk=chunk,
@@ -120,7 +121,7 @@ def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: f
   engine = Engine(policy, config, stop_ids=(), pad_id=0)
   engine.set_weights(params, 0)
   live = case.live or case.slots
-  for ticket in range(live // GROUP):
+  for ticket in range(live // case.group):
     engine.submit(make_request(policy, ticket, case.prompt))
   engine.step()  # compiles and prefills
   start = time.perf_counter()
@@ -140,7 +141,9 @@ def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: f
     while not engine.idle:
       engine.step()
     start = time.perf_counter()
-    done = generate(engine, [make_request(policy, ticket, case.prompt) for ticket in range(3 * case.slots // GROUP)])
+    done = generate(
+      engine, [make_request(policy, ticket, case.prompt) for ticket in range(3 * case.slots // case.group)]
+    )
     row["end_to_end_tokens_per_s"] = round(sum(len(d.tokens) for d in done) / (time.perf_counter() - start))
   return row
 
@@ -152,7 +155,7 @@ def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwid
   engine.set_weights(params, 0)
   engine.warmup()
   seconds, floor = 0.0, 0.0
-  for ticket in range(case.slots // GROUP):
+  for ticket in range(case.slots // case.group):
     engine.submit(make_request(policy, ticket, case.prompt))
   done = engine.step()  # with the prefill: the first chunk is not measured
   while not engine.idle:

@@ -1,0 +1,43 @@
+"""The benchmark of growth: costs by the plan, what it plots of them, and that it measures."""
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments.benchmarks import growth
+from experiments.plan import _measure
+from experiments.plan import _plan
+
+
+def test_costs_are_planned_and_plotted(monkeypatch, tmp_path):
+  """Two points of two layers, counted in this process; weights that are read for more slots cost less of a token."""
+
+  def measure_all(request, limit):
+    head, *results = _measure.messages(dataclasses.replace(request, layers=2), ())
+    return head, {x["program"]: x for x in results}
+
+  monkeypatch.setattr(_plan, "measure_all", measure_all)
+  monkeypatch.setattr(growth, "SWEEPS", {"slots": (16, 256), "model": ("smollm2-135m",)})
+  out = tmp_path / "growth.json"
+  growth.main(["--topologies", "h200:2", "--only", "slots", "--out", str(out)])
+  result = json.loads(out.read_text())
+  few, many = result["rows"]
+  assert (few["slots"], many["slots"], few["on"]) == (16, 256, "h200:2")
+  assert few["learner_us"] == many["learner_us"]
+  assert few["generation_us"] > 4 * many["generation_us"]
+  assert result["shapes"]["smollm2-135m"] == {
+    "parameters": 134_515_008,
+    "state": 16 * 134_515_008,
+    "cache_per_token": 30 * 2 * 3 * 64 * 2,
+  }
+  assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_costs_are_measured_on_the_device_at_hand(tmp_path):
+  out = tmp_path / "growth.json"
+  growth.main(["--measure", "--smoke", "--only", "group", "--out", str(out)])
+  rows = json.loads(out.read_text())["rows"]
+  assert [row["group"] for row in rows] == list(growth.SWEEPS["group"])
+  assert all(row["learner_us"] > 0 and row["generation_us"] > 0 for row in rows)
