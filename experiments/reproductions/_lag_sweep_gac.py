@@ -6,6 +6,7 @@ here computes the projection of every choice, which costs a few passes over the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 from typing import NamedTuple
@@ -53,7 +54,9 @@ def control_alignment(
   def update(
     updates: optax.Updates, state: State, params: optax.Params | None = None, **extra: Any
   ) -> tuple[optax.Updates, State]:
-    projected, alignment = jax.lax.switch(choice, [x.update for x in every], updates, state.alignment)
+    update_fns = [x.update for x in every]
+    chosen = update_fns[choice] if isinstance(choice, int) else functools.partial(jax.lax.switch, choice, update_fns)
+    projected, alignment = chosen(updates, state.alignment)
     stepped = inner.update(projected, state.inner, params, **extra)
     kept = (optax.tree.zeros_like(updates), state.inner)
     skipped = alignment.alignment_regime == stabilizers.AlignmentRegime.SKIPPED
