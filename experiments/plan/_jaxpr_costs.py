@@ -27,7 +27,7 @@ _ALONE = {
 }  # fmt: skip
 #: The products of cuDNN's attention, forward and backward, each of all queries with all keys that these see.
 _CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
-#: Queries and keys that cuDNN's kernels take at a time: of a block on the diagonal the hidden half is computed, too.
+#: Queries and keys that cuDNN's kernels are taken to compute at a time, also what is hidden of a diagonal block.
 _CUDNN_BLOCK = 128
 _LOOPS = {"scan", "while", "cond", "shard_map"}
 #: Primitives that move nothing: they give a value another shape, or say how it lies.
