@@ -17,7 +17,9 @@ import async_rl
 
 ROOT = pathlib.Path(__file__).parents[1]
 #: What comes with Python, with JAX, or is asked for where it is used with a sentence of its own.
-UNDECLARED = {"async_rl", "experiments", "jaxlib", "torch", "transformers", "wandb", *sys.stdlib_module_names}
+UNDECLARED = {"async_rl", "experiments", "jaxlib", "wandb", *sys.stdlib_module_names}
+#: The distributions of modules that have other names and are not installed here.
+DISTRIBUTIONS = {"tunix": "google-tunix"}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def imported(folder):
   ("folders", "extras"),
   [
     (("async_rl/stabilizers", "async_rl/losses"), ()),
-    (("async_rl", "experiments"), ("train", "reasoning", "weights", "gcs", "tpu")),
+    (("async_rl", "experiments"), ("train", "reasoning", "weights", "gcs", "tpu", "peers")),
   ],
 )
 def test_every_import_is_declared(metadata, folders, extras):
@@ -82,5 +84,5 @@ def test_every_import_is_declared(metadata, folders, extras):
   owners = importlib.metadata.packages_distributions()
   for folder in folders:
     for module, file in imported(ROOT / folder):
-      found = {canonical(name) for name in owners.get(module, [module])} & declared
+      found = {canonical(name) for name in owners.get(module, [DISTRIBUTIONS.get(module, module)])} & declared
       assert module in UNDECLARED or found, f"{file} imports {module}, which setup.py does not name"

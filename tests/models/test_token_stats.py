@@ -39,7 +39,7 @@ def test_statistics_and_gradients_agree_with_autodiff(config, temperature, chunk
   policy = models.Policy(config, dtype="float32")
   weights = np.random.default_rng(1).normal(size=(ROWS, LENGTH)).astype(np.float32)
   stats = models.token_stats(policy, temperature, chunk, hidden, kernel, targets)
-  for got, expected in zip(stats, plain(config, temperature, hidden, kernel, targets), strict=True):
+  for got, expected in zip(jax.tree.leaves(stats), plain(config, temperature, hidden, kernel, targets), strict=True):
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
   def gradient(f):
@@ -68,7 +68,7 @@ def test_only_needed_tokens_are_scored(needed, remat):
   run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
   (_, stats), grads = run(hidden, kernel, scored)
   (_, expected_stats), expected = run(hidden, kernel, None)
-  for got, full in zip(stats, expected_stats, strict=True):
+  for got, full in zip(*map(jax.tree.leaves, (stats, expected_stats)), strict=True):
     np.testing.assert_allclose(got[mask], full[mask], atol=1e-6)
     assert np.count_nonzero(got) <= -(-needed // 4) * 4  # whole chunks
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, expected)
