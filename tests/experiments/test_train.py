@@ -303,6 +303,7 @@ def test_an_error_in_a_users_loss_keeps_its_traceback(mine):
     train.main([str(mine), "--broken", "--run-dir", "broken"])
 
 
+@pytest.mark.slow
 def test_a_config_of_ones_own_is_trained_exported_and_evaluated_by_the_commands_that_are_printed(mine, capsys):
   def run(command):
     _, module, name, *arguments = shlex.split(command)

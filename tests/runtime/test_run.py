@@ -46,7 +46,7 @@ def test_samplers_draw_with_leading_weights_and_record_their_logprobs(tmp_path):
   assert min(r["logprob_difference/lag_zero"] for r in later) > 1e-3
 
 
-@pytest.mark.parametrize("lag", ["fixed", "heavy"])
+@pytest.mark.parametrize("lag", ["fixed", pytest.param("heavy", marks=pytest.mark.slow)])
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
   make = lambda name, **options: tiny(run_dir=str(tmp_path / name), lag=lag, checkpoint_every=2, **options)
   summary, whole, host = run(make("whole"))
@@ -60,7 +60,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
   assert [r["reward/mean"] for r in rows(resumed_summary)] == [r["reward/mean"] for r in rows(summary)]
 
 
-@pytest.mark.parametrize("lag", ["fixed", "heavy"])
+@pytest.mark.parametrize("lag", ["fixed", pytest.param("heavy", marks=pytest.mark.slow)])
 def test_a_signal_in_a_simulated_run_changes_nothing(tmp_path, monkeypatch, lag):
   make = lambda name: tiny(run_dir=str(tmp_path / name), lag=lag)
   _, whole, host = run(make("whole"))
@@ -321,7 +321,7 @@ def test_a_run_resumes_on_other_devices(tmp_path):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.params, moved.params)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_no_recompilation_after_the_first_steps(tmp_path, shared_programs, mode):
   """On a mesh for each part and on one for both; simulated runs have the programs of asynchronous ones."""
   shared_programs.forget()
