@@ -40,20 +40,13 @@ class GAE:
     check_number("trace_decay", self.trace_decay, at_least=0, at_most=1)
     check_number("value_coefficient", self.value_coefficient, above=0)
 
-  def advantages(self, rewards: Array, values: Array, mask: Array) -> Array:
-    """Returns the advantages of a whole batch, float32 [B, C]; arguments as of `returns`."""
-    advantages = self._estimate(rewards, values, mask)[0]
-    return losses.whiten(advantages, mask) if self.whiten else advantages
-
-  def returns(self, rewards: Array, values: Array, mask: Array) -> Array:
-    """Returns what the values are trained towards, float32 [B, C].
+  def estimate(self, rewards: Array, values: Array, mask: Array) -> tuple[Array, Array]:
+    """Returns the advantages of a whole batch, and the returns towards which values are trained, float32 [B, C] each.
 
     Args:
       rewards: float32 [B, C], the reward of each token.
       values: float32 [B, C], the value of the text before each token.
       mask: bool [B, C], the trained tokens.
     """
-    return self._estimate(rewards, values, mask)[1]
-
-  def _estimate(self, rewards: Array, values: Array, mask: Array) -> tuple[Array, Array]:
-    return losses.gae(rewards, values, mask, discount=self.discount, trace=self.trace_decay)
+    advantages, returns = losses.gae(rewards, values, mask, discount=self.discount, trace=self.trace_decay)
+    return losses.whiten(advantages, mask) if self.whiten else advantages, returns

@@ -27,6 +27,7 @@ from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
 from async_rl.learning._objective import Objective
 from async_rl.learning._placement import PlacedModel
+from async_rl.learning._placement import all_params
 from async_rl.learning._placement import collect
 from async_rl.learning._placement import micro_batch
 from async_rl.learning._placement import split_state
@@ -83,7 +84,7 @@ class Learner(PlacedModel):
     self.objective = objective
     super().__init__(self.policy, optimizer, shape, mesh)
     self._score = functools.partial(models.score, temperature=temperature, chunk=head_chunk)
-    shardings = {**self.state_shardings.params, **(self.state_shardings.critic or {})}
+    shardings = all_params(self.state_shardings)
     self._copied_score = CopiedScore(self.policy, shardings, temperature=temperature, chunk=head_chunk)
     self._reference: models.Params | None = None
     self._lag_edges = tuple(edge for edge in LAG_EDGES if max_lag is None or edge <= max_lag)
@@ -170,7 +171,7 @@ class Learner(PlacedModel):
     self, state: TrainState, batch: Batch, reference_params: models.Params | None = None
   ) -> tuple[TrainState, dict[str, Array]]:
     quantities = self._quantities(state, batch, reference_params)
-    advantages, returns = self.objective.make_advantages(quantities), self.objective.make_returns(quantities)
+    advantages, returns = self.objective.make_targets(quantities)
     grads, denominator, loss, collected = self._accumulate(
       state, batch, advantages, returns, self.objective.loss_options(quantities)
     )
@@ -196,7 +197,7 @@ class Learner(PlacedModel):
   def _quantities(self, state: TrainState, batch: Batch, reference_params: models.Params | None) -> BatchQuantities:
     """Everything that the objective and the metrics need of the whole batch; the rest is `None`."""
     params, needed = state.params, self.objective
-    stats = self._score_all({**params, **(state.critic or {})}, batch) if needed.needs_scores else None
+    stats = self._score_all(all_params(state), batch) if needed.needs_scores else None
     reference = norms = None
     if reference_params is not None:
       reference = self._score_all(_with_frozen(params, reference_params), batch).logprobs

@@ -204,24 +204,19 @@ class Objective:
 
   def make_advantages(self, batch: BatchQuantities) -> Array:
     """Returns the advantages of a whole batch, float32 [B], or [B, C] with `GAE`."""
-    if isinstance(self.advantages, GAE):
-      return self.advantages.advantages(self._token_rewards(batch), batch.values, batch.mask)
-    needed = self._needed(self.advantages, batch)
-    return self.advantages(batch.rewards, batch.groups, batch.rewards.shape[0], **needed)
+    return self.make_targets(batch)[0]
 
-  def make_returns(self, batch: BatchQuantities) -> Array | None:
-    """Returns what a value head is trained towards, float32 [B, C]; `None` without one."""
-    if self.gae is None:
-      return None
-    return self.gae.returns(self._token_rewards(batch), batch.values, batch.mask)
+  def make_targets(self, batch: BatchQuantities) -> tuple[Array, Array | None]:
+    """Returns the advantages, and what a value head is trained towards, float32 [B, C]; `None` without one."""
+    needed = self._needed(self._rewarding, batch)
+    if isinstance(self.advantages, GAE):
+      return self.advantages.estimate(self._rewarding(batch.rewards, **needed), batch.values, batch.mask)
+    return self.advantages(batch.rewards, batch.groups, batch.rewards.shape[0], **needed), None
 
   def value_loss(self, values: Array, returns: Array, mask: Array) -> Array:
     """Returns the loss of values per token, float32 [B, C], to be added to the policy's."""
     assert self.gae is not None
     return self.gae.value_coefficient * losses.value_loss(values, values, returns, mask, clip=None)
-
-  def _token_rewards(self, batch: BatchQuantities) -> Array:
-    return self._rewarding(batch.rewards, **self._needed(self._rewarding, batch))
 
   def loss_options(self, batch: BatchQuantities) -> dict[str, Array]:
     """Returns the keyword arguments that the loss needs, made from a whole batch."""

@@ -139,6 +139,11 @@ class PlacedModel:
     return TrainState({**frozen, **trainable}, opt_state, optax.safe_increment(state.version), critic), metrics
 
 
+def all_params(state: TrainState) -> models.Params:
+  """Returns the parameters of a state, or what else it has in their place, with the critic's among them."""
+  return {**state.params, **(state.critic or {})}
+
+
 def split_state(state: TrainState) -> tuple[models.Params, models.Params]:
   """Splits the parameters of a state, the critic's among them, into (trainable, frozen)."""
   return _split(state.params, state.critic)
