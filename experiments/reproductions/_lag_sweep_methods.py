@@ -1,14 +1,11 @@
 """Defines the methods of the sweep: sets of knobs, all of them traced, so that one program runs every method.
 
-Two facts make that possible. The gradient of every policy loss is Σ_t c_t ∇log π(a_t), so the losses differ only in the
-coefficients c = ∂loss/∂log π, [B, T] numbers that are cheap to compute for all of them and to choose from. And the
+Two facts make that possible. The losses differ only in the coefficients of a gradient, see `_lag_sweep_losses`. And the
 stabilizers take traced options that switch them off: power 0, thresholds beyond 1, gain 0.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -22,11 +19,10 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import stabilizers
 from experiments.reproductions import _lag_sweep_gac as gac
+from experiments.reproductions import _lag_sweep_losses as sweep_losses
 
 Array = jax.Array
 
-#: Effective sample size, as a share of the batch, that the servo holds and that tempering reaches at least.
-ESS_TARGET = 0.5
 #: Updates over which the learning rate rises.
 WARMUP = 20
 
@@ -88,110 +84,10 @@ def stack(knobs: Sequence[Knobs], updates: int) -> Knobs:
   )
 
 
-def _prefix_tis(
-  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, cap: float = 8.0
-) -> losses.PolicyLoss:
-  """Weights token t by min(Π_{s≤t} ρ_s, cap), the part of the sequence weight that the token's own past explains."""
-  ratios = losses.log_ratios(jax.lax.stop_gradient(logprobs), behavior, mask)
-  weights = losses.clamped_exp(jnp.minimum(jnp.cumsum(ratios, axis=1), jnp.log(cap)))
-  return losses.reinforce(logprobs, behavior, weights * advantages, mask)
-
-
-def _tempered_is(
-  logprobs: Array, behavior: Array, advantages: Array, mask: Array, *, log_weights: Array
-) -> losses.PolicyLoss:
-  """Weights by w^α, mean 1, with the largest α (of 33 in [0, 1]) whose ESS is at least `ESS_TARGET` of the batch."""
-  tempered = jnp.linspace(0.0, 1.0, 33)[:, None] * log_weights[None, :]
-  reached = jax.vmap(stabilizers.ess_ratio)(tempered) >= ESS_TARGET
-  logs = tempered[jnp.max(jnp.where(reached, jnp.arange(33), 0))]
-  weights = jax.nn.softmax(logs) * logs.size
-  return losses.reinforce(logprobs, behavior, weights[:, None] * advantages, mask)
-
-
-#: Losses as objectives take them. There is one update per batch, so that of the weights of `decoupled_ppo`, whose
-#: proximal policy is the one at the batch's start, only the behavior weight remains.
-LOSSES: dict[str, losses.PolicyLossFn] = {
-  "reinforce": losses.reinforce,
-  "token_tis": losses.token_tis,
-  "sequence_tis": losses.sequence_tis,
-  "ppo": losses.ppo_clip,
-  "recompute": losses.decoupled_ppo,
-  "a3po": losses.a3po,
-  "gspo": losses.gspo,
-  "cispo": losses.cispo,
-  "topr": losses.topr,
-  "m2po": losses.m2po,
-  # Not from a paper of the list.
-  "sequence_tis_1": functools.partial(losses.sequence_tis, cap=1.0),
-  "gspo_wide": functools.partial(losses.gspo, low=0.03, high=0.03),
-  "sequence_ppo": functools.partial(losses.proximal_rloo, low=0.5, high=1.0),
-  "prefix_tis": _prefix_tis,
-  "tempered_is": _tempered_is,
-  # Of later papers.
-  "dppo": losses.dppo,
-  "sapo": losses.sapo,
-  "vespo": losses.vespo,
-  "sat": losses.sat,
-  "log_squared": losses.log_squared,
-  "m2po_signed": functools.partial(losses.m2po, signed=True),
-}
-
-
-BASELINES: dict[str, Callable[..., Array]] = {
-  "mean": losses.ADVANTAGES["dr_grpo"],
-  "opob": losses.opob_advantages,
-  "importance_mean": losses.importance_mean_advantages,
-  "maxrl": losses.maxrl_advantages,
-}
-
-#: What is added to a loss so that its score has mean 0 under the sampler, by the weight that the loss gives a ratio.
-CENTERINGS: dict[str, Callable[[Array], Array] | None] = {
-  "none": None,
-  "plain": jnp.ones_like,
-  "token_tis": lambda ratio: jnp.minimum(ratio, 2.0),
-}
-
-
-def coefficients(loss: int | Array, logprobs: Array, advantages: Array, batch: learning.BatchQuantities) -> Array:
-  """Returns ∂(mean over sequences of token means)/∂logprobs under the loss with index *loss*, [B, T]."""
-
-  def one(fn):
-    objective = learning.Objective(fn, losses.reinforce_advantages)
-    options = objective.loss_options(batch)
-
-    def mean_loss(logprobs):
-      out = objective.loss(logprobs, batch.behavior, advantages, batch.mask, **options)
-      return objective.mean(out.loss, batch.mask)
-
-    return jax.grad(mean_loss)(logprobs)
-
-  return jnp.stack([one(fn) for fn in LOSSES.values()])[loss]
-
-
-def centering(
-  index: int | Array, log_p: Array, log_q: Array, advantages: Array, batch: learning.BatchQuantities
-) -> Array:
-  """Returns ∂(the same mean of `losses.score_centering`)/∂log_p under the centering with this index, [B, T, V]."""
-  objective = learning.Objective(losses.reinforce, losses.reinforce_advantages)
-
-  def one(weight):
-    if weight is None:
-      return jnp.zeros_like(log_p)
-
-    def mean_loss(log_p):
-      added = losses.score_centering(log_p, log_q, advantages, batch.mask, weight=weight)
-      return objective.mean(added, batch.mask)
-
-    return jax.grad(mean_loss)(log_p)
-
-  return jnp.stack([one(weight) for weight in CENTERINGS.values()])[index]
-
-
 def advantages(knobs: Knobs, batch: learning.BatchQuantities) -> Array:
   """Returns the advantages of every token, [B, T]: the chosen baseline, then the anchors."""
-  by_baseline = jnp.stack(
-    [learning.Objective(losses.reinforce, baseline).make_advantages(batch) for baseline in BASELINES.values()]
-  )
+  baselines = [learning.Objective(losses.reinforce, baseline) for baseline in sweep_losses.BASELINES.values()]
+  by_baseline = jnp.stack([objective.make_advantages(batch) for objective in baselines])
   bounded = jnp.clip(batch.log_weights, -losses.LOG_CLAMP, losses.LOG_CLAMP)
   drift = losses.grpo_advantages(bounded, batch.groups, batch.groups.shape[0], normalize_std=False)
   per_sequence = by_baseline[knobs.baseline] - knobs.anchor * drift
@@ -217,7 +113,7 @@ def servo_by_ess(gain: float | Array) -> optax.GradientTransformationExtraArgs:
     updates: optax.Updates, state: ServoState, params: optax.Params | None = None, *, log_weights: Array, **extra: Any
   ) -> tuple[optax.Updates, ServoState]:
     del params, extra
-    error = stabilizers.ess_ratio(log_weights) - ESS_TARGET
+    error = stabilizers.ess_ratio(log_weights) - sweep_losses.ESS_TARGET
     scale = jnp.clip(state.servo_scale * jnp.exp(gain * error), 0.01, 1.0).astype(jnp.float32)
     return jax.tree.map(lambda u: scale * u, updates), ServoState(scale)
 
@@ -238,7 +134,7 @@ def optimizer(knobs: Knobs) -> optax.GradientTransformationExtraArgs:
 
 
 def _method(loss: str, *parts: dict[str, Any], **knobs: Any) -> dict[str, Any]:
-  merged = {"loss": list(LOSSES).index(loss)}
+  merged = {"loss": list(sweep_losses.LOSSES).index(loss)}
   for part in (*parts, knobs):
     merged |= part
   return merged
@@ -246,7 +142,7 @@ def _method(loss: str, *parts: dict[str, Any], **knobs: Any) -> dict[str, Any]:
 
 ESS = {"ess_power": 0.5}
 GAC = {"align_low": 0.2, "align_high": 0.8}
-OPOB = {"baseline": list(BASELINES).index("opob")}
+OPOB = {"baseline": list(sweep_losses.BASELINES).index("opob")}
 
 #: The baseline without lag, and with heavier momentum for the candidates that use it.
 SYNC = {
@@ -301,7 +197,7 @@ CANDIDATES = {
   "seq TIS cap 1 + ESS": _method("sequence_tis_1", ESS),
   "prefix TIS + ESS": _method("prefix_tis", ESS),
   "tempered IS + ESS": _method("tempered_is", ESS),
-  "importance mean + ESS": _method("sequence_tis", ESS, baseline=list(BASELINES).index("importance_mean")),
+  "importance mean + ESS": _method("sequence_tis", ESS, baseline=list(sweep_losses.BASELINES).index("importance_mean")),
   "TOPR + ESS": _method("topr", ESS),
   "wide GSPO + ESS": _method("gspo_wide", ESS),
   "sequence PPO": _method("sequence_ppo"),
@@ -357,15 +253,15 @@ MOMENTUM_EXACT = {
 TOKEN_WEIGHTS = {
   "DPPO": _method("dppo"),
   "SAPO": _method("sapo"),
-  "PPO, MaxRL": _method("ppo", baseline=list(BASELINES).index("maxrl")),
+  "PPO, MaxRL": _method("ppo", baseline=list(sweep_losses.BASELINES).index("maxrl")),
   "VESPO": _method("vespo"),
   "SAT": _method("sat"),
   "DPPO + log-squared": _method("log_squared"),
   "M2PO, signed": _method("m2po_signed"),
 }
 
-CENTERED = {"centering": list(CENTERINGS).index("plain")}
-CENTERED_TIS = {"centering": list(CENTERINGS).index("token_tis")}
+CENTERED = {"centering": list(sweep_losses.CENTERINGS).index("plain")}
+CENTERED_TIS = {"centering": list(sweep_losses.CENTERINGS).index("token_tis")}
 
 #: Score centering, with and without weights.
 CENTERED_SCORES = {

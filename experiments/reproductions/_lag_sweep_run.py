@@ -26,6 +26,7 @@ from async_rl import losses
 from async_rl import models
 from async_rl import sampling
 from async_rl import stabilizers
+from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_tasks as problems
 
@@ -199,8 +200,8 @@ class Training:
     norms = self.squared_norms(weights, prompts, drawn) if self.exact_norms else batch.squared_logit_norms
     batch = batch._replace(squared_norms=norms)
     advantages = methods.advantages(knobs, batch)
-    coefficients = methods.coefficients(knobs.loss, logprobs, advantages, batch)
-    centering = methods.centering(knobs.centering, distributions, drawn.distributions, advantages, batch)
+    coefficients = sweep_losses.coefficients(knobs.loss, logprobs, advantages, batch)
+    centering = sweep_losses.centering(knobs.centering, distributions, drawn.distributions, advantages, batch)
     (gradient,) = pull((coefficients, centering))
 
     def token_mean(x):

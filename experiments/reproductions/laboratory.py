@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from async_rl.rollout import read_schedule
+from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_run as training
 from experiments.reproductions._lag_sweep_tasks import Problems
@@ -31,7 +32,7 @@ from experiments.reproductions._lag_sweep_tasks import Problems
 Array = jax.Array
 
 #: Names of the corrections.
-CORRECTIONS = tuple(methods.LOSSES)
+CORRECTIONS = tuple(sweep_losses.LOSSES)
 #: The knobs of each stabilizer.
 STABILIZERS: dict[str, dict[str, Any]] = {
   "none": {},

@@ -17,6 +17,7 @@ from async_rl import tasks
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from experiments.reproductions import _lag_sweep_gac as gac
+from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_report as reports
@@ -149,7 +150,7 @@ def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, gradien
   runner, weights, prompts, completions = drawn
   moved = weights * 1.02
   rewards, make_gradient = gradient
-  objective = learning.Objective(methods.LOSSES[name], losses.ADVANTAGES["dr_grpo"])
+  objective = learning.Objective(sweep_losses.LOSSES[name], losses.ADVANTAGES["dr_grpo"])
   mask, behavior = completions.mask, completions.logprobs
 
   def loss(weights):
@@ -160,7 +161,7 @@ def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, gradien
     return objective.mean(out.loss, mask)
 
   wanted = jax.jit(jax.grad(loss))(moved)
-  got, log_weights, _ = make_gradient(list(methods.LOSSES).index(name), moved)
+  got, log_weights, _ = make_gradient(list(sweep_losses.LOSSES).index(name), moved)
   np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
   assert np.std(log_weights) > 0.01
 
@@ -174,7 +175,7 @@ def test_a_centered_score_has_the_samplers_mean_taken_out(drawn, gradient, name,
   rewards, make_gradient = gradient
   mask, groups = completions.mask, runner.groups
   advantages = losses.grpo_advantages(rewards, groups, mask.shape[0], normalize_std=False)
-  ratio_weight = methods.CENTERINGS[centering]
+  ratio_weight = sweep_losses.CENTERINGS[centering]
 
   def loss(weights):
     log_p = runner.distributions(weights, prompts, completions.tokens)
@@ -185,8 +186,8 @@ def test_a_centered_score_has_the_samplers_mean_taken_out(drawn, gradient, name,
     return jnp.mean(jnp.sum(jnp.where(mask, -advantages[:, None] * centered, 0.0), axis=1) / jnp.sum(mask, axis=1))
 
   wanted = jax.jit(jax.grad(loss))(moved)
-  index = list(methods.LOSSES).index(name)
-  got = make_gradient(index, moved, list(methods.CENTERINGS).index(centering))[0]
+  index = list(sweep_losses.LOSSES).index(name)
+  got = make_gradient(index, moved, list(sweep_losses.CENTERINGS).index(centering))[0]
   np.testing.assert_allclose(got, wanted, atol=2e-5 * float(jnp.max(jnp.abs(wanted))))
   plain = make_gradient(index, moved)[0]
   assert float(jnp.linalg.norm(got - plain)) > 1e-3 * float(jnp.linalg.norm(plain))
@@ -222,9 +223,9 @@ def test_the_anchor_pulls_towards_the_behavior_policy():
 
 def test_tempered_weights_keep_half_of_the_batch():
   logs = jnp.array([0.0, 0.0, 0.0, 6.0])  # untempered, one sequence is everything
-  index = jnp.int32(list(methods.LOSSES).index("tempered_is"))
+  index = jnp.int32(list(sweep_losses.LOSSES).index("tempered_is"))
   batch = batch_with(logs[:, None], jnp.ones(4))
-  weights = -4 * methods.coefficients(index, logs[:, None], jnp.ones((4, 1)), batch)[:, 0]
+  weights = -4 * sweep_losses.coefficients(index, logs[:, None], jnp.ones((4, 1)), batch)[:, 0]
   np.testing.assert_allclose(jnp.mean(weights), 1.0, rtol=1e-5)
   assert 0.5 <= float(losses.ess_ratio(jnp.log(weights), jnp.ones(4, bool))) < 0.65
   assert weights[3] > weights[0]
@@ -242,7 +243,7 @@ def test_the_servo_settles_where_half_of_the_batch_counts():
   for _ in range(100):
     updates, state = step(state)
   logs = state.servo_scale * jnp.array([0.0, 0.0, 2.0, -2.0])
-  assert math.isclose(float(losses.ess_ratio(logs, jnp.ones(4, bool))), methods.ESS_TARGET, abs_tol=1e-3)
+  assert math.isclose(float(losses.ess_ratio(logs, jnp.ones(4, bool))), sweep_losses.ESS_TARGET, abs_tol=1e-3)
   np.testing.assert_allclose(updates, state.servo_scale, rtol=1e-5)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.reproductions import _intervals as intervals
 from experiments.reproductions import _lag_sweep_gac as gac
-from experiments.reproductions import _lag_sweep_methods as methods
+from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _lag_sweep_run as runs
@@ -196,7 +196,7 @@ def test_the_best_of_a_group_is_taken_with_its_control(tmp_path):
   results.add([plans.Run("ch4", best, 10, 2e-4, 9)], {name: np.full((1, 10), 0.25) for name in runs.CURVES}, {9: 2})
   ((run, knobs),) = control.runs(results).items()
   assert run == plans.Run("ch4", gac.at_random(best), 10, 2e-4, 9)
-  assert (knobs.skip, knobs.loss, knobs.align_low) == (0.25, list(methods.LOSSES).index("topr"), 2.0)
+  assert (knobs.skip, knobs.loss, knobs.align_low) == (0.25, list(sweep_losses.LOSSES).index("topr"), 2.0)
 
 
 @pytest.mark.parametrize("name", ["gac_map", "gac_words", "missing_methods"])

@@ -12,6 +12,7 @@ from async_rl import learning
 from async_rl import models
 from experiments.reproductions import _intervals as intervals
 from experiments.reproductions import _lag_sweep_gac as gac
+from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_methods as sweep_methods
 from experiments.reproductions import _lag_sweep_paired as paired
@@ -72,7 +73,7 @@ def test_an_example_on_the_page_is_what_was_measured(place, loss, exact):
   def mean_loss(logprobs):
     return objective.mean(objective.loss(logprobs, behavior, advantages, mask).loss, mask)
 
-  wanted = sweep_methods.coefficients(list(sweep_methods.LOSSES).index(loss), logprobs, advantages, batch)
+  wanted = sweep_losses.coefficients(list(sweep_losses.LOSSES).index(loss), logprobs, advantages, batch)
   np.testing.assert_allclose(jax.grad(mean_loss)(logprobs), wanted, rtol=1e-6)
   assert objective.needs_exact_norms is exact
 
