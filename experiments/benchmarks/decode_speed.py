@@ -177,6 +177,12 @@ def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwid
   }
 
 
+def random_weights(policy: Policy) -> Any:
+  """Returns random weights as a sampler takes them."""
+  # Two programs: compiled as one, on a GPU they take minutes.
+  return jax.jit(functools.partial(prepare_weights, policy))(jax.jit(policy.init)(jax.random.key(0)))
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--attention", nargs="+", default=["auto"], help="backends of attention, as in models.Policy")
@@ -185,8 +191,7 @@ def main() -> None:
   args = parser.parse_args()
   config = SMOKE if args.smoke else QWEN3_06B
   policy = Policy(config)
-  # Two programs: compiled as one, on a GPU they take minutes.
-  params = jax.jit(functools.partial(prepare_weights, policy))(jax.jit(policy.init)(jax.random.key(0)))
+  params = random_weights(policy)
   bandwidth = copy_bandwidth(2**24 if args.smoke else 2**31)
   chunk = 8 if args.smoke else 64
   device = jax.devices()[0].device_kind

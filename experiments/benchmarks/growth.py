@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -34,7 +33,6 @@ import jax
 import numpy as np
 
 from async_rl import models
-from async_rl import sampling
 from experiments.benchmarks import decode_speed
 from experiments.benchmarks import learner_speed
 from experiments.plan import __main__ as command
@@ -177,7 +175,7 @@ def _measure_learner(point: Point, tokens: int, chunk: int, config: models.Model
 def _measure_generation(point: Point, tokens: int, chunk: int, config: models.ModelConfig) -> float:
   del tokens
   policy = models.Policy(config)
-  params = jax.jit(functools.partial(sampling.prepare_weights, policy))(jax.jit(policy.init)(jax.random.key(0)))
+  params = decode_speed.random_weights(policy)
   slots = max(point.slots, point.group)
   case = decode_speed.Case(slots, point.half, point.length, end_to_end=True, group=point.group)
   row = decode_speed.measure(policy, params, case, chunk, chip_of(jax.devices()[0].device_kind).bandwidth)

@@ -17,7 +17,6 @@ aim is an error of at most 20 %. On a device that is not in the plan's table the
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -104,9 +103,7 @@ def compare_learner(config: models.ModelConfig, remat: str, case: learner_speed.
 def compare_decode(config: models.ModelConfig, case: decode_speed.Case, chunk: int, chip: Chip) -> dict[str, Any]:
   """Returns the row of a decode step."""
   policy = models.Policy(config)
-  # Two programs: compiled as one, on a GPU they take minutes.
-  params = jax.jit(functools.partial(sampling.prepare_weights, policy))(jax.jit(policy.init)(jax.random.key(0)))
-  measured = decode_speed.measure(policy, params, case, chunk, chip.bandwidth)
+  measured = decode_speed.measure(policy, decode_speed.random_weights(policy), case, chunk, chip.bandwidth)
   return _compare_recorded_decode(config, measured | {"attention": "auto"}, case, chunk, chip)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from async_rl import rollout
 from async_rl import sampling
 from experiments.benchmarks.decode_speed import GROUP
 from experiments.benchmarks.decode_speed import make_request
+from experiments.benchmarks.decode_speed import random_weights
 from experiments.benchmarks.peers._work import Work
 from experiments.benchmarks.stabilizer_cost import make_batch
 
@@ -27,12 +27,11 @@ def describe() -> dict[str, str]:
 def generation(work: Work) -> Callable[[], None]:
   """Returns what generates; log-probabilities come with the tokens, and a prompt is computed once for its group."""
   policy = models.Policy(work.config, work.dtype)
-  params = jax.jit(functools.partial(sampling.prepare_weights, policy))(jax.jit(policy.init)(jax.random.key(0)))
   config = sampling.SamplerConfig(
     slots=work.sequences, group_size=GROUP, max_prompt_tokens=work.prompt, max_new_tokens=work.completion
   )
   engine = sampling.Engine(policy, config, stop_ids=(), pad_id=0)
-  engine.set_weights(params, 0)
+  engine.set_weights(random_weights(policy), 0)
   tickets = itertools.count()
 
   def run() -> None:

@@ -61,8 +61,7 @@ def learning_step(work: Work) -> Callable[[], None]:
     (loss.sum() / (work.sequences * work.completion)).backward()
 
   def run() -> None:
-    for start in range(0, work.sequences, work.micro_batch):
-      part = slice(start, start + work.micro_batch)
+    for part in work.micro_batches():
       backward(tokens[part], advantages[part])
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

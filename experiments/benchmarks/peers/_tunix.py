@@ -105,8 +105,7 @@ def learning_step(work: Work) -> Callable[[], None]:
 def _make_examples(work: Work) -> list[common.TrainExample]:
   tokens, advantages = work.random_sequences()
   examples = []
-  for start in range(0, work.sequences, work.micro_batch):
-    part = slice(start, start + work.micro_batch)
+  for part in work.micro_batches():
     completions = jnp.asarray(tokens[part, work.prompt :])
     examples.append(
       common.TrainExample(

@@ -49,6 +49,10 @@ class Work:
     """Returns the tokens that a part makes or reads: those drawn, or those of all sequences, prompts included."""
     return self.sequences * (self.completion + (self.prompt if part == "learning_step" else 0))
 
+  def micro_batches(self) -> list[slice]:
+    """Returns the sequences of every micro-batch."""
+    return [slice(start, start + self.micro_batch) for start in range(0, self.sequences, self.micro_batch)]
+
   def prompts(self) -> np.ndarray:
     """Returns random prompts, one per group, int32 [B / 8, P], without token 0, which some systems pad with."""
     shape = self.sequences // GROUP, self.prompt
