@@ -1,0 +1,143 @@
+"""Makes many runs on one machine: in several processes that share its devices, in order of priority, within a time."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
+from typing import NamedTuple
+
+#: Share of a GPU's memory that all processes together may take.
+_MEMORY = 0.9
+#: Seconds that a process has to save its run at the end of the time, before it is killed.
+_GRACE = 15.0
+
+
+class Outcome(NamedTuple):
+  """What became of a job.
+
+  Attributes:
+    job: the job.
+    result: what `work` returned, `None` if it failed.
+    error: the traceback if it failed, else "".
+    seconds: how long it took.
+  """
+
+  job: Any
+  result: Any
+  error: str
+  seconds: float
+
+
+def run_many(
+  work: Callable[[Any], Any], jobs: Sequence[Any], workers: int = 1, seconds: float = math.inf
+) -> Iterator[Outcome]:
+  """Yields the outcome of every job when it ends.
+
+  A process takes the next job when it has ended one, so that programs that are compiled alike are compiled once a
+  process. On a GPU the processes share its memory in equal parts, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise;
+  the caller must not use the GPU meanwhile. No job starts when less time is left than the shortest took; those
+  that still run at the end get SIGTERM, after which a run of the trainer saves itself and can be resumed. A process
+  that dies costs the job that it had, and is replaced.
+
+  Args:
+    work: the function that does a job; like the jobs and results, it is pickled: define it in a module.
+    jobs: the jobs, the most urgent first.
+    workers: the number of processes.
+    seconds: the time until the processes are ended.
+  """
+  end, waiting, shortest = time.monotonic() + seconds, list(reversed(jobs)), 0.0
+  running: list[_Worker] = []
+  try:
+    running = [_Worker(work, workers) for _ in range(min(workers, len(waiting)))]
+    while True:
+      for worker in running:
+        if worker.job is None and waiting and end - time.monotonic() > shortest:
+          worker.begin(waiting.pop())
+      busy = {worker.pipe: worker for worker in running if worker.job is not None}
+      left = end - time.monotonic()
+      if not busy or left <= 0:
+        return
+      for pipe in connection.wait(list(busy), None if math.isinf(left) else left):
+        worker = busy[pipe]  # type: ignore[index]
+        outcome = worker.finish()
+        if outcome is None:
+          running[running.index(worker)] = _Worker(work, workers)
+          outcome = Outcome(worker.job, None, f"its process died with status {worker.status}", worker.seconds)
+        elif not outcome.error:
+          shortest = min(shortest or math.inf, outcome.seconds)
+        yield outcome
+  finally:
+    _end(running)
+
+
+class _Worker:
+  """A process and the job that it has."""
+
+  def __init__(self, work: Callable[[Any], Any], workers: int):
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not survive
+    self.pipe, other = context.Pipe()
+    self.job: Any = None
+    self.process = context.Process(target=_serve, args=(other, work, _MEMORY / workers))
+    self.process.start()
+    other.close()
+
+  def begin(self, job: Any) -> None:
+    """Hands over a job."""
+    self.job, self._began = job, time.monotonic()
+    self.pipe.send(job)
+
+  def finish(self) -> Outcome | None:
+    """Takes the outcome of the job; `None` if the process has died."""
+    try:
+      outcome = self.pipe.recv()
+    except EOFError:
+      self.process.join()
+      return None
+    self.job = None
+    return outcome
+
+  @property
+  def seconds(self) -> float:
+    """Returns the seconds since the job began."""
+    return time.monotonic() - self._began
+
+  @property
+  def status(self) -> int | None:
+    """Returns the exit status of the process."""
+    return self.process.exitcode
+
+
+def _serve(pipe: connection.Connection, work: Callable[[Any], Any], memory: float) -> None:
+  """Does one job after another, until there is none left."""
+  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{memory:.3f}")  # JAX reads it when it first needs the GPU
+  while (job := pipe.recv()) is not None:
+    began, result, error = time.monotonic(), None, ""
+    try:
+      result = work(job)
+    except Exception:
+      error = traceback.format_exc()
+    pipe.send(Outcome(job, result, error, time.monotonic() - began))
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+  """Ends idle processes at once, busy ones by SIGTERM, and kills those that do not obey in time."""
+  for worker in workers:
+    if worker.job is not None:
+      worker.process.terminate()
+    elif worker.process.is_alive():
+      worker.pipe.send(None)
+  deadline = time.monotonic() + _GRACE
+  for worker in workers:
+    worker.process.join(max(0.0, deadline - time.monotonic()))
+    if worker.process.is_alive():
+      worker.process.kill()
+      worker.process.join()
+    worker.pipe.close()
