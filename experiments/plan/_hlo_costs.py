@@ -41,12 +41,14 @@ class Operation(NamedTuple):
     nbytes: the bytes that it reads from and writes to the device's memory.
     times: the times that it runs.
     dtype: the type of the factors of its largest product, "" if it has none.
+    hidden: whether the device goes on meanwhile, as while it copies ahead what is needed later.
   """
 
   flops: float
   nbytes: float
   times: float
   dtype: str = ""
+  hidden: bool = False
 
 
 class Exchange(NamedTuple):
@@ -112,12 +114,12 @@ def count_compiled(text: str, turns: Sequence[float] = (1,)) -> Costs:
     computation = module.computations[name]
     for x in computation.values():
       exchanges += _exchanges(module, x, times, loops)
-      if x.opcode in _FREE or x.opcode.endswith("-done") or _is_free_call(x):
+      if x.opcode in _FREE or x.opcode.endswith("-done") or _is_free_call(x) or _is_of_numbers(computation, x):
         continue
       flops, dtype = _flops(module, computation, x)
       nbytes = _bytes(module, computation, x)
       if flops or nbytes:
-        operations.append(Operation(flops, nbytes, times, dtype))
+        operations.append(Operation(flops, nbytes, times, dtype, hidden=x.opcode.endswith("-start") and not flops))
   return Costs(operations, exchanges)
 
 
@@ -178,6 +180,12 @@ def _is_free_call(x: Instruction) -> bool:
     return False
   target = re.search(r'custom_call_target="([^"]*)"', x.text)
   return target is not None and (target[1] in _FREE_CALLS or target[1] == KERNEL)
+
+
+def _is_of_numbers(computation: Computation, x: Instruction) -> bool:
+  """Returns whether it computes numbers from numbers, such as a loop's counter: a core of its own does so meanwhile."""
+  operands = (computation[name].shapes for name in x.operands if name in computation)
+  return not any(shape.dims for shapes in (x.shapes, *operands) for shape in shapes)
 
 
 # Products.

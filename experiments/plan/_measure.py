@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
 import json
 import math
-import pathlib
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -26,10 +22,10 @@ from jax.sharding import Mesh
 
 from async_rl import models
 from async_rl import runtime
-from async_rl._buckets import cache_folder
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
 from experiments.plan._chips import Chip
+from experiments.plan._compile import compile_program
 from experiments.plan._gpus import cudnn_as_there
 from experiments.plan._hlo_costs import Operation
 from experiments.plan._request import Request
@@ -37,11 +33,6 @@ from experiments.plan._request import head_chunks
 from experiments.plan._request import micro_batches
 from experiments.plan._summary import Summary
 from experiments.plan._summary import summarize
-
-
-def costs_folder() -> pathlib.Path:
-  """Returns the folder of the costs of compiled programs: `plans` in $ASYNC_RL_CACHE, by default ~/.cache/async_rl."""
-  return cache_folder() / "plans"
 
 
 def loop_turns(request: Request, experiment: runtime.Experiment, program: str, mesh: Mesh) -> tuple[float, ...]:
@@ -72,7 +63,7 @@ def measure(
     devices: the devices of its mesh.
     turns: the turns of loops that depend on data, see `_jaxpr_costs.count_traced`.
     filled: the filled positions of a row of the cache, or the tokens of a sequence.
-    compiles: whether to compile it, and keep its costs for the next time; otherwise the traced program is counted.
+    compiles: whether to compile it; otherwise the traced program is counted.
 
   Raises:
     Exception: whatever the compiler says, such as that the memory does not suffice.
@@ -81,35 +72,13 @@ def measure(
     traced = program.trace()
   if not compiles:
     return summarize(*_count_traced(program, traced, turns, filled, len(devices)), [], chip, devices, {})
-  lowered = traced.lower()
-  file = costs_folder() / f"{_key(lowered.as_text(), chip, devices, turns, filled)}.json"
-  if file.exists():
-    return Summary(**json.loads(file.read_text()))
-  compiled = lowered.compile()
-  memory = compiled.memory_analysis()
+  compiled = compile_program(traced.lower(), devices)
   operations, kernels = _count_traced(program, traced, turns, filled, len(devices))
   exchanges: list[_hlo_costs.Exchange] = []
-  text = _text_of(compiled)
-  if text is not None:
-    operations, exchanges = _hlo_costs.count_compiled(text, turns)
-  summary = summarize(
-    operations,
-    kernels,
-    exchanges,
-    chip,
-    devices,
-    {
-      "unread": float(text is None),
-      "arguments": memory.argument_size_in_bytes,
-      "outputs": memory.output_size_in_bytes,
-      "aliased": memory.alias_size_in_bytes,
-      "temporaries": memory.temp_size_in_bytes,
-      "code": memory.generated_code_size_in_bytes,
-    },
-  )
-  file.parent.mkdir(parents=True, exist_ok=True)
-  file.write_text(json.dumps(dataclasses.asdict(summary)))
-  return summary
+  if compiled.text is not None:
+    operations, exchanges = _hlo_costs.count_compiled(compiled.text, turns)
+  memory = compiled.memory | {"unread": float(compiled.text is None)}
+  return summarize(operations, kernels, exchanges, chip, devices, memory)
 
 
 def _count_traced(
@@ -122,24 +91,6 @@ def _count_traced(
   }
   shares = [known.get((x.shape, x.dtype), 1 / devices) for x in traced.jaxpr.in_avals]
   return _jaxpr_costs.count_traced(traced.jaxpr, turns, devices=devices, shares=shares, filled=filled)
-
-
-def _text_of(compiled: jax.stages.Compiled) -> str | None:
-  """Returns the text of a compiled program; `None` if it is of a libtpu whose programs this jaxlib cannot read."""
-  try:
-    return compiled.as_text()
-  except jax.errors.JaxRuntimeError:
-    return None
-
-
-def _key(text: str, chip: Chip, devices: list[Any], turns: tuple[float, ...], filled: float) -> str:
-  """Returns a name of a program for a set of devices, of the compiler, and of the code that counts."""
-  text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
-  places = [(d.id, d.process_index, getattr(d, "coords", None), getattr(d, "slice_index", 0)) for d in devices]
-  code = "".join(file.read_text() for file in sorted(pathlib.Path(__file__).parent.glob("*.py")))
-  lengths = f"{turns} {filled}"
-  parts = (text, str(chip), str(places), lengths, code, importlib.metadata.version("libtpu"), jax.__version__)
-  return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def cache_reads(request: Request, experiment: runtime.Experiment, trace: runtime.RunTrace) -> dict[str, float]:

@@ -23,7 +23,8 @@ class Summary:
     flops: the products and sums of matrices, those of kernels included.
     float32_flops: those of them with factors in float32.
     nbytes: the bytes read from and written to the chip's memory.
-    local_seconds: the time of all operations, each as long as its products or its bytes take.
+    local_seconds: the time of all operations for which the chip waits, each as long as its products or bytes take.
+    traffic_seconds: the time of all bytes, also those that are copied while the chip does other work.
     sent: the bytes that a chip sends, by kind of exchange and how far it reaches: "all-gather host".
     exposed_seconds: the time of exchanges for which the chip waits.
     hidden_seconds: the time of exchanges that other work can hide.
@@ -40,6 +41,7 @@ class Summary:
   float32_flops: float = 0
   nbytes: float = 0
   local_seconds: float = 0
+  traffic_seconds: float = 0
   sent: dict[str, float] = dataclasses.field(default_factory=dict)
   exposed_seconds: float = 0
   hidden_seconds: float = 0
@@ -53,8 +55,8 @@ class Summary:
 
   @property
   def seconds(self) -> float:
-    """Returns the time of a call: hidden exchanges take none unless they take longer than everything else."""
-    return self.exposed_seconds + max(self.local_seconds, self.hidden_seconds)
+    """Returns the time of a call: hidden copies and exchanges take none unless they take longer than all else."""
+    return self.exposed_seconds + max(self.local_seconds, self.traffic_seconds, self.hidden_seconds)
 
   @property
   def sum_of_memory(self) -> float:
@@ -63,10 +65,10 @@ class Summary:
 
 
 def seconds_of(operations: Iterable[Operation], chip: Chip, *, kernels: bool = False) -> float:
-  """Returns the time of operations, one after the other."""
+  """Returns the time of operations for which the chip waits, one after the other."""
   flops = chip.flops * (chip.kernel_share if kernels else chip.flops_share)
   bandwidth = chip.bandwidth * chip.bandwidth_share
-  return sum(x.times * max(x.flops / flops, x.nbytes / bandwidth, chip.launch) for x in operations)
+  return sum(x.times * max(x.flops / flops, x.nbytes / bandwidth, chip.launch) for x in operations if not x.hidden)
 
 
 def summarize(
@@ -100,6 +102,7 @@ def summarize(
     float32_flops=sum(x.flops * x.times for x in operations if x.dtype in ("f32", "float32")),
     nbytes=sum(x.nbytes * x.times for x in everything),
     local_seconds=seconds_of(operations, chip) + seconds_of(kernels, chip, kernels=True),
+    traffic_seconds=sum(x.nbytes * x.times for x in everything) / (chip.bandwidth * chip.bandwidth_share),
     sent=sent,
     exposed_seconds=exposed,
     hidden_seconds=hidden,
@@ -119,7 +122,11 @@ def _reach(exchange: Exchange, devices: Sequence[Any]) -> str:
 
 
 def extrapolate(small: Summary, large: Summary, layers: tuple[int, int], wanted: int) -> Summary:
-  """Returns the costs at `wanted` layers from those at two smaller numbers of layers."""
+  """Returns the costs at `wanted` layers from those at two smaller numbers of layers.
+
+  Times, products and bytes grow by the same with every layer; the compiler's plan of what lies where in memory may
+  change between two depths, so that temporaries are at least those of both.
+  """
   steps = (wanted - layers[0]) / (layers[1] - layers[0])
 
   def along(a: float, b: float) -> float:
@@ -132,6 +139,8 @@ def extrapolate(small: Summary, large: Summary, layers: tuple[int, int], wanted:
       values["sent"] = {key: along(a.get(key, 0.0), b.get(key, 0.0)) for key in {*a, *b}}
     elif field.name in ("loop_gathers", "unread"):
       values[field.name] = max(a, b)
+    elif field.name == "temporaries":
+      values[field.name] = max(a, b, along(a, b))
     else:
       values[field.name] = along(a, b)
   return Summary(**values)

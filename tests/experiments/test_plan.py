@@ -118,6 +118,12 @@ def test_figures_of_two_depths_give_those_of_all_layers():
   assert whole.sent == {"all-gather host": 12, "all-reduce hosts": 4}
 
 
+def test_more_layers_need_no_fewer_temporaries():
+  """Compiled with four layers, a step of Qwen3-0.6B on v5p needs fewer than with two: it is laid out otherwise."""
+  whole = _summary.extrapolate(_summary.Summary(temporaries=2061), _summary.Summary(temporaries=1871), (2, 4), 28)
+  assert whole.temporaries == 2061
+
+
 def test_the_compilers_complaint_says_how_much_a_program_needs():
   problem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 50.30G of 31.25G hbm. Exceeded by 19.05G."
   assert _plan.used_memory(problem) == 50.3 * 2**30

@@ -271,12 +271,14 @@ HloModule program, is_scheduled=true
 %body (carry: (s32[], bf16[64,128], bf16[8,128,256], bf16[64,256])) -> (s32[], bf16[64,128], bf16[8,128,256], bf16[64,256]) {
   %carry = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)S(1)}, bf16[8,128,256]{2,1,0:T(8,128)(2,1)}, bf16[64,256]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%carry), index=0
+  %one = s32[]{:T(128)S(6)} constant(1)
+  %count = s32[]{:T(128)} add(%i, %one)
   %x = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%carry), index=1
   %layers = bf16[8,128,256]{2,1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=2
   %fusion = bf16[64,256]{1,0:T(8,128)(2,1)S(1)} fusion(%layers, %i, %x), kind=kOutput, calls=%fused
   %permute-start = (bf16[64,128]{1,0:S(1)}, bf16[64,128]{1,0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
   %permute-done = bf16[64,128]{1,0:S(1)} collective-permute-done(%permute-start)
-  ROOT %next = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)S(1)}, bf16[8,128,256]{2,1,0:T(8,128)(2,1)}, bf16[64,256]{1,0:T(8,128)(2,1)S(1)}) tuple(%i, %permute-done, %layers, %fusion)
+  ROOT %next = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)S(1)}, bf16[8,128,256]{2,1,0:T(8,128)(2,1)}, bf16[64,256]{1,0:T(8,128)(2,1)S(1)}) tuple(%count, %permute-done, %layers, %fusion)
 }
 
 %condition (carry.1: (s32[], bf16[64,128], bf16[8,128,256], bf16[64,256])) -> pred[] {
@@ -310,6 +312,19 @@ def test_tpu_programs_are_read_to_the_byte():
   assert total(costs.operations, "nbytes") == 6 * (layer + 4) + first + last  # and the index
   (permute,) = costs.exchanges
   assert (permute.kind, permute.times, permute.sent, permute.hidden) == ("collective-permute", 6, first, True)
+
+
+def test_a_tpu_counts_and_copies_ahead_while_it_does_other_work():
+  """Loop counters are a scalar core's, so that their instructions take no time; of copies the bytes alone count."""
+  operations = _hlo_costs.count_compiled(TPU_PROGRAM).operations
+  assert [x.times for x in operations if not x.hidden] == [1, 6]  # the copy of the result, and a turn's product
+  assert [x.nbytes for x in operations if x.hidden] == [2 * 64 * 128]
+  chip = parse_topology("v5e:2x2").chip
+  costs = summarize(operations, [], [], chip, [], {})
+  assert costs.seconds == costs.local_seconds == pytest.approx(7 * chip.launch)
+  large = [x._replace(nbytes=2**30) for x in operations]  # whoever copies much waits for that at last
+  costs = summarize(large, [], [], chip, [], {})
+  assert costs.seconds == costs.traffic_seconds == pytest.approx(8 * 2**30 / (chip.bandwidth * chip.bandwidth_share))
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,23 @@
 """Programs of runs compile for TPUs, and nothing makes them slow or large there. Runs where `libtpu` is installed."""
 
 import dataclasses
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 from studies import tpu_gate
 
 from experiments.plan import __main__ as command
+from experiments.plan import _compile
 from experiments.plan import _measure
 
 pytest.importorskip("libtpu", reason="compiling for TPUs needs the package libtpu")
 
 
 @pytest.fixture(autouse=True)
-def _costs_are_kept_beside_compiled_programs(monkeypatch):
-  """They are found again by the program's text, the compiler and the code that counts."""
+def _compiled_programs_are_kept(monkeypatch):
+  """They are found again by their text, their devices and the compiler."""
   monkeypatch.setenv("ASYNC_RL_CACHE", str(tpu_gate.ROOT / ".pytest_cache"))
 
 
@@ -54,3 +58,43 @@ def test_a_plan_tells_what_a_decode_step_reads_of_the_cache_with_each_backend(mo
 def test_splits_of_several_slices_are_refused_with_the_one_that_works(capsys):
   assert command.main(["quickstart", "--topology", "v6e:2x2", "--slices", "2", "--generation-devices", "2"]) == 2
   assert "generation_devices=0, by which all chips do both" in capsys.readouterr().err
+
+
+class _CountingCompiler:
+  """A program that counts its compilations, of which one may fail."""
+
+  def __init__(self, factor, problem=None):
+    self._lowered = jax.jit(lambda x: factor * x @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    self.problem, self.count = problem, 0
+
+  def as_text(self):
+    return self._lowered.as_text()
+
+  def compile(self):
+    self.count += 1
+    if self.problem:
+      raise jax.errors.JaxRuntimeError(self.problem)
+    return self._lowered.compile()
+
+
+def test_a_program_is_compiled_once_and_also_found_too_large_once(monkeypatch, tmp_path):
+  """Every other failure may be of the moment, so that it is tried again."""
+  monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path))
+  devices = [types.SimpleNamespace(device_kind="TPU v5", id=0, process_index=0)]
+  program = _CountingCompiler(2)
+  first, again = (_compile.compile_program(program, devices) for _ in range(2))
+  assert first == again
+  assert (program.count, first.memory["arguments"]) == (1, 4 * 64)
+  assert "ENTRY" in first.text
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of=another_kind")
+  _compile.compile_program(program, devices)
+  assert program.count == 2
+  for factor, problem, error, count in (
+    (3, "RESOURCE_EXHAUSTED: Used 50.30G of 31.25G hbm", _compile.DoesNotFit, 1),
+    (4, "INTERNAL: something", jax.errors.JaxRuntimeError, 2),
+  ):
+    program = _CountingCompiler(factor, problem)
+    for _ in range(2):
+      with pytest.raises(error, match=problem):
+        _compile.compile_program(program, devices)
+    assert program.count == count
