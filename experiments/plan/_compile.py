@@ -69,6 +69,7 @@ def _compile(lowered: jax.stages.Lowered) -> dict[str, Any]:
       raise
     return {"error": str(error)}  # as certain, and as long in the making, as a program
   memory = compiled.memory_analysis()
+  assert memory is not None
   return {
     "text": _text_of(compiled),
     "memory": {
