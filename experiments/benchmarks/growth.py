@@ -13,7 +13,11 @@ By the plan, half of the chips of each host learn and half generate, slots are t
 samples and micro-batches of 16,384 tokens for each chip, and the parameters are split over the fewest chips that leave
 half of their memory free. The programs are counted as they are traced, see `experiments.plan`: exchanges and
 temporaries are left out. `--measure` takes steps of `learner_speed` with micro-batches of 32,768 tokens,
-and decodes with `decode_speed`, on the first device; what does not fit is left out.
+and decodes with `decode_speed`, on the first device. Where weights and cache would take more than three fifths of the
+memory, it decodes with half of the slots, a quarter and so on (`decoded_slots`); what does not fit is left out, with
+the reason.
+
+Rows that the file has already are not measured again: a command that was cut off goes on.
 
 Writes growth.json, with the bytes of a token in the cache and of the learner's state for every shape, and growth.png,
 where points whose state and cache alone need more than the memory are hollow.
@@ -79,8 +83,12 @@ def points() -> Iterator[tuple[str, Point]]:
 def bytes_of(model: str) -> dict[str, int]:
   """Returns the parameters of a shape, the bytes of the learner's state and those of a token in the cache."""
   c = models.named(model)
-  cache = 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim  # keys and values in bfloat16
-  return {"parameters": c.num_params(), "state": _STATE * c.num_params(), "cache_per_token": cache}
+  return {"parameters": c.num_params(), "state": _STATE * c.num_params(), "cache_per_token": bytes_of_token(c)}
+
+
+def bytes_of_token(config: models.ModelConfig) -> int:
+  """Returns the bytes of a token in the cache: keys and values in bfloat16."""
+  return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
 # By the plan.
@@ -141,7 +149,9 @@ def planned(point: Point, topology: str) -> dict[str, Any]:
 # By measurement.
 
 
-def measured(point: Point, tokens: int, chunk: int, config: models.ModelConfig) -> dict[str, Any]:
+def measured(
+  point: Point, tokens: int, chunk: int, config: models.ModelConfig, memory: float, learner_us: float | None
+) -> dict[str, Any]:
   """Returns the costs of a point on the first device, as far as it has the memory.
 
   Args:
@@ -149,11 +159,27 @@ def measured(point: Point, tokens: int, chunk: int, config: models.ModelConfig) 
     tokens: the tokens of a learner's micro-batch.
     chunk: the decode steps of a chunk.
     config: the shape.
+    memory: bytes of the device.
+    learner_us: the learner's cost, where it is known.
   """
   found: dict[str, Any] = {}
-  for name, measure in (("learner_us", _measure_learner), ("generation_us", _measure_generation)):
+  slots = fitting_slots(point, config, memory)
+
+  def learner() -> float:
+    return learner_us or _measure_learner(point, tokens, config)
+
+  def generation() -> float:
+    if slots < point.slots:
+      found["decoded_slots"] = slots
+    return _measure_generation(dataclasses.replace(point, slots=slots), chunk, config)
+
+  for name, measure in (("learner_us", learner), ("generation_us", generation)):
     try:
-      found[name] = round(measure(point, tokens, chunk, config), 3)
+      if name == "learner_us" and _STATE * config.num_params() > 0.9 * memory:
+        raise MemoryError(f"its state needs {_STATE * config.num_params() / 2**30:.0f} of {memory / 2**30:.0f} GiB")
+      found[name] = round(measure(), 3)
+    except MemoryError as error:
+      found[f"{name}_error"] = str(error)
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
@@ -162,8 +188,17 @@ def measured(point: Point, tokens: int, chunk: int, config: models.ModelConfig) 
   return found
 
 
-def _measure_learner(point: Point, tokens: int, chunk: int, config: models.ModelConfig) -> float:
-  del chunk
+def fitting_slots(point: Point, config: models.ModelConfig, memory: float) -> int:
+  """Returns a point's slots, halved until weights and cache, in bfloat16, take three fifths of the memory at most."""
+  weights = 2 * config.num_params()
+  slot = point.length * bytes_of_token(config)
+  slots = max(point.slots, point.group)
+  while slots >= 2 * point.group and weights + slots * slot > 0.6 * memory:
+    slots //= 2
+  return slots
+
+
+def _measure_learner(point: Point, tokens: int, config: models.ModelConfig) -> float:
   rows = max(1, tokens // point.length)
   sequences = max(8, rows)  # at least a group of that benchmark
   case = learner_speed.Case(sequences, point.half, point.half, rows, point.length, row_sequences=1)
@@ -172,12 +207,10 @@ def _measure_learner(point: Point, tokens: int, chunk: int, config: models.Model
   return 1e6 * float(np.median(seconds)) / (sequences * point.half)
 
 
-def _measure_generation(point: Point, tokens: int, chunk: int, config: models.ModelConfig) -> float:
-  del tokens
+def _measure_generation(point: Point, chunk: int, config: models.ModelConfig) -> float:
   policy = models.Policy(config)
   params = decode_speed.random_weights(policy)
-  slots = max(point.slots, point.group)
-  case = decode_speed.Case(slots, point.half, point.length, end_to_end=True, group=point.group)
+  case = decode_speed.Case(point.slots, point.half, point.length, end_to_end=True, group=point.group)
   row = decode_speed.measure(policy, params, case, chunk, chip_of(jax.devices()[0].device_kind).bandwidth)
   return 1e6 / row["end_to_end_tokens_per_s"]
 
@@ -231,23 +264,28 @@ def main(arguments: list[str] | None = None) -> None:
   args = parser.parse_args(arguments)
   if not (args.topologies or args.measure):
     parser.error("nothing to do: give --topologies, --measure or both")
-  rows: list[dict[str, Any]] = []
+  rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
   result = {"shapes": {model: bytes_of(model) for model in SWEEPS["model"]}, "rows": rows}
   for on in [*args.topologies, *([jax.devices()[0].device_kind] if args.measure else [])]:
     for changed, point in points():
-      if changed in args.only:
-        costs = planned(point, on) if on in args.topologies else _measured(point, args.smoke)
-        rows.append({"on": on, "changed": changed, **dataclasses.asdict(point), **costs})
+      what = {"on": on, "changed": changed, **dataclasses.asdict(point)}
+      if changed in args.only and not any(what.items() <= row.items() for row in rows):
+        others = [row for row in rows if row["on"] == on]
+        rows.append(what | (planned(point, on) if on in args.topologies else _measured(point, args.smoke, others)))
         print(json.dumps(rows[-1]), flush=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
   plot(result, args.out.with_suffix(".png"))
 
 
-def _measured(point: Point, smoke: bool) -> dict[str, Any]:
-  if not smoke:
-    return measured(point, _TOKENS, 64, models.named(point.model))
-  small = dataclasses.replace(point, length=point.length // 16, slots=min(point.slots, 16), group=min(point.group, 8))
-  return measured(small, 128, 8, decode_speed.SMOKE)
+def _measured(point: Point, smoke: bool, others: list[dict[str, Any]]) -> dict[str, Any]:
+  # The learner's cost depends on neither slots nor groups.
+  same = (row.get("learner_us") for row in others if (row["model"], row["length"]) == (point.model, point.length))
+  learner_us = next(filter(None, same), None)
+  if smoke:
+    small = dataclasses.replace(point, length=point.length // 16, slots=min(point.slots, 16), group=min(point.group, 8))
+    return measured(small, 128, 8, decode_speed.SMOKE, 1e9, learner_us)
+  memory = chip_of(jax.devices()[0].device_kind).hbm
+  return measured(point, _TOKENS, 64, models.named(point.model), memory, learner_us)
 
 
 if __name__ == "__main__":

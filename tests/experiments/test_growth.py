@@ -34,6 +34,29 @@ def test_costs_are_planned_and_plotted(monkeypatch, tmp_path):
   assert out.with_suffix(".png").stat().st_size > 10_000
 
 
+def test_decodes_with_as_many_slots_as_fit():
+  """256 slots of 4,096 tokens have a cache of 112 GiB: 64 of them take three fifths of 80 GiB at most, 128 of 139."""
+  config = growth.models.named("qwen3-0.6b")
+  point = growth.Point(length=4096)
+  assert [growth.fitting_slots(point, config, gib * 2**30) for gib in (80, 139, 200)] == [64, 128, 256]
+
+
+def test_rows_of_a_command_that_was_cut_off_are_kept(monkeypatch, tmp_path):
+  """Two of three rows are there: the third takes the learner's cost from them, which does not depend on the slots."""
+  monkeypatch.setattr(growth, "SWEEPS", {"slots": (16, 64), "model": ("qwen3-0.6b",)})
+  monkeypatch.setattr(growth, "_measure_learner", lambda *_: 3.0)
+  monkeypatch.setattr(growth, "_measure_generation", lambda point, *_: 100 / point.slots)
+  monkeypatch.setattr(growth, "chip_of", lambda _: growth.parse_topology("h200:2").chip)
+  out = tmp_path / "growth.json"
+  growth.main(["--measure", "--only", "slots", "--out", str(out)])
+  before = json.loads(out.read_text())["rows"]
+  monkeypatch.setattr(growth, "_measure_learner", None)  # would fail
+  growth.main(["--measure", "--out", str(out)])
+  rows = json.loads(out.read_text())["rows"]
+  assert rows[:2] == before
+  assert [(row["learner_us"], row["generation_us"]) for row in rows] == [(3.0, 6.25), (3.0, 1.562), (3.0, 0.391)]
+
+
 @pytest.mark.slow
 def test_costs_are_measured_on_the_device_at_hand(tmp_path):
   out = tmp_path / "growth.json"

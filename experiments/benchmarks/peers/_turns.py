@@ -46,7 +46,7 @@ class Worker:
     limit: seconds after which no answer is waited for.
 
   Raises:
-    Failed: if packages are missing, or it could not do the part once.
+    Failed: if packages are missing.
   """
 
   def __init__(self, system: System, part: str, work: Work, limit: float):
@@ -58,12 +58,15 @@ class Worker:
     self._process = context.Process(target=_serve, args=(remote, system.module, part, work), daemon=True)
     self._process.start()
     remote.close()
-    try:
-      #: Device and versions, with the seconds of the start, imports included, and of the first run.
-      self.description: dict[str, Any] = self._receive()
-    except Failed:
-      self.close()
-      raise
+
+  def describe(self) -> dict[str, Any]:
+    """Waits until it is ready; returns device and versions, with the seconds of the start, imports included, and of the
+    first run.
+
+    Raises:
+      Failed: if it could not do the part once.
+    """
+    return self._receive()
 
   def run(self) -> tuple[float, float]:
     """Does the part once; returns its seconds, and those of its process on all cores."""
@@ -130,12 +133,17 @@ def take_turns(
   rows: dict[str, dict[str, Any]] = {}
   workers: dict[str, Worker] = {}
   try:
-    for system in systems:
+    for system in systems:  # they get ready side by side
       try:
-        workers[system.name] = worker = Worker(system, part, work, limit)
-        rows[system.name] = worker.description | {"seconds": [], "cpu_seconds": []}
+        workers[system.name] = Worker(system, part, work, limit)
       except Failed as error:
         rows[system.name] = {"failed": str(error)}
+    for name in list(workers):
+      try:
+        rows[name] = workers[name].describe() | {"seconds": [], "cpu_seconds": []}
+      except Failed as error:
+        rows[name] = {"failed": str(error)}
+        workers.pop(name).close()
     for turn in range(repeats):
       order = collections.deque(workers)
       order.rotate(-turn)
@@ -150,7 +158,7 @@ def take_turns(
   finally:
     for worker in workers.values():
       worker.close()
-  return rows
+  return {system.name: rows[system.name] for system in systems}
 
 
 def summarize(rows: dict[str, dict[str, Any]], tokens: int, reference: str) -> dict[str, dict[str, Any]]:
