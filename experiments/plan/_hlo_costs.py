@@ -113,7 +113,8 @@ def count_compiled(text: str, turns: Sequence[float] = (1,)) -> Costs:
   for name, times, loops in _visits(module, module.entry, 1.0, 0, tuple(turns)):
     computation = module.computations[name]
     for x in computation.values():
-      exchanges += _exchanges(module, x, times, loops)
+      if not _continues(computation, x):
+        exchanges += _exchanges(module, x, times, loops)
       if x.opcode in _FREE or x.opcode.endswith("-done") or _is_free_call(x) or _is_of_numbers(computation, x):
         continue
       flops, dtype = _flops(module, computation, x)
@@ -330,6 +331,15 @@ def _written(module: Module, computation: Computation, x: Instruction) -> float:
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 #: The ids of the chips of TPU slice n, counted from 1, begin with n times this.
 _SLICE_IDS = 100_000
+
+
+def _continues(computation: Computation, x: Instruction) -> bool:
+  """Returns whether a fusion carries on an exchange that another one began: it takes the semaphores of that one.
+
+  A TPU's compiler spreads one exchange over the products that hide it, each of which has all of it in its text.
+  """
+  operands = (computation[name].shapes for name in x.operands if name in computation)
+  return x.opcode == "fusion" and any("S(2)" in shape.layout for shapes in operands for shape in shapes)
 
 
 def _exchanges(module: Module, x: Instruction, times: float, loops: int) -> Iterator[Exchange]:

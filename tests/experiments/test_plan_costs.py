@@ -327,6 +327,40 @@ def test_a_tpu_counts_and_copies_ahead_while_it_does_other_work():
   assert costs.seconds == costs.traffic_seconds == pytest.approx(8 * 2**30 / (chip.bandwidth * chip.bandwidth_share))
 
 
+#: An exchange that is spread over a product: each of its fusions gathers by its text, and hands on the semaphore.
+SPREAD_PROGRAM = """
+%start (a: bf16[64,128]) -> (bf16[512,128], u32[]) {
+  %a = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %gather = bf16[512,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%a), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %begun = (bf16[512,128]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) custom-call(%gather), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion (b: bf16[512,128], c: u32[], d: bf16[64,128]) -> (bf16[64,128], bf16[512,128], u32[]) {
+  %b = bf16[512,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %c = u32[]{:S(2)} parameter(1)
+  %d = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} parameter(2)
+  %more = bf16[512,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%d), replica_groups=[1,8]<=[8], dimensions={0}
+  %other = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} add(%d, %d)
+  ROOT %result = (bf16[64,128]{1,0:T(8,128)(2,1)S(1)}, bf16[512,128]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) tuple(%other, %more, %c)
+}
+
+ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {
+  %x = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %first = (bf16[512,128]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) fusion(%x), kind=kCustom, calls=%start
+  %whole = bf16[512,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%first), index=0
+  %semaphore = u32[]{:S(2)} get-tuple-element(%first), index=1
+  %second = (bf16[64,128]{1,0:T(8,128)(2,1)S(1)}, bf16[512,128]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) fusion(%whole, %semaphore, %x), kind=kLoop, calls=%async_collective_fusion
+  ROOT %y = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%second), index=0
+}
+"""  # noqa: E501
+
+
+def test_an_exchange_that_is_spread_over_products_counts_once():
+  (gather,) = _hlo_costs.count_compiled(SPREAD_PROGRAM).exchanges
+  assert (gather.kind, gather.nbytes, gather.hidden) == ("all-gather", 2 * 512 * 128, True)
+  assert gather.sent == 2 * 448 * 128
+
+
 @pytest.mark.parametrize(
   ("window", "data", "kernel", "labels", "out", "products"),
   [
