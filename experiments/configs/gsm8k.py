@@ -71,7 +71,9 @@ def build(options: Options) -> runtime.Experiment:
     ),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
-      optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 10), weight_decay=0.1),
+      optax.adamw(
+        optax.linear_schedule(0.0, options.learning_rate, 10), mu_dtype=weights.first_moment_dtype, weight_decay=0.1
+      ),
       stabilizers.scale_by_ess(options.ess_power, options.on_policy_ratio),
     ),
   )

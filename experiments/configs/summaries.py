@@ -50,7 +50,8 @@ def build(options: Options) -> runtime.Experiment:
     scorer=options.rlhf.scorer(weights.load, weights.weights),
     objective=options.rlhf.objective(),
     optimizer=optax.chain(
-      optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, options.learning_rate, 10))
+      optax.clip_by_global_norm(1.0),
+      optax.adam(optax.linear_schedule(0.0, options.learning_rate, 10), mu_dtype=weights.first_moment_dtype),
     ),
   )
 

@@ -383,6 +383,7 @@ def test_a_bad_value_of_any_part_is_refused_in_the_words_of_the_command_line(opt
     ("gsm8k_calculator", dict(supervised_rate=0.0), "got supervised_rate=0.0"),
     ("gsm8k", dict(lora_rank=-2), "got lora_rank=-2"),
     ("gsm8k", dict(weights=""), "got weights=''"),
+    ("countdown", dict(first_moment_dtype="float16"), "got first_moment_dtype='float16'"),
     ("countdown", dict(problems=0), "got problems=0"),
     ("countdown", dict(numbers=(4, 3)), r"got numbers=\(4, 3\)"),
     ("keywords", dict(supervised_rate=-1.0), "got supervised_rate=-1.0"),
