@@ -17,9 +17,10 @@ class GAE:
   """Generalized advantage estimation, and the value head that it is made with; takes the place of advantages.
 
   The head is a linear function of the policy's last hidden states. It starts at 0 and is trained in the same step and
-  by the same optimizer, towards the returns. Values are those of the weights at the start of the step, however old the
-  samples are: one scoring pass over the whole batch. There is one update per batch, so PPO's clip of a value around the
-  old one could never act, and there is none.
+  by the same optimizer, towards the returns, at a learning rate of its own: Adam's steps are the same whatever the
+  weight of the value loss, which only says how much of it the policy's layers learn. Values are those of the weights at
+  the start of the step, however old the samples are: one scoring pass over the whole batch. There is one update per
+  batch, so PPO's clip of a value around the old one could never act, and there is none.
 
   References:
     Schulman et al., High-Dimensional Continuous Control Using GAE, 2015, https://arxiv.org/abs/1506.02438
@@ -32,6 +33,8 @@ class GAE:
   trace_decay: float = 0.95
   #: Of gae: weight of the value loss beside the policy loss.
   value_coefficient: float = 0.1
+  #: Of gae: learning rate of the value head, in multiples of the policy's.
+  value_rate: float = 1.0
   #: Of gae: bring the advantages of all tokens of a batch to mean 0 and deviation 1.
   whiten: bool = True
 
@@ -39,6 +42,7 @@ class GAE:
     check_number("discount", self.discount, at_least=0, at_most=1)
     check_number("trace_decay", self.trace_decay, at_least=0, at_most=1)
     check_number("value_coefficient", self.value_coefficient, above=0)
+    check_number("value_rate", self.value_rate, above=0)
 
   def estimate(self, rewards: Array, values: Array, mask: Array) -> tuple[Array, Array]:
     """Returns the advantages of a whole batch, and the returns towards which values are trained, float32 [B, C] each.

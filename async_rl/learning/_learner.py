@@ -82,6 +82,8 @@ class Learner(PlacedModel):
   ):
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
     self.objective = objective
+    if objective.gae is not None:
+      self._critic_rate = objective.gae.value_rate
     super().__init__(self.policy, optimizer, shape, mesh)
     self._score = functools.partial(models.score, temperature=temperature, chunk=head_chunk)
     shardings = all_params(self.state_shardings)

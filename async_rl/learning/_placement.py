@@ -56,6 +56,9 @@ class PlacedModel:
     ValueError: if the mesh does not divide the rows of a micro-batch.
   """
 
+  #: The learning rate of the critic, in multiples of the model's.
+  _critic_rate = 1.0
+
   def __init__(self, model: Model, optimizer: optax.GradientTransformation, shape: BatchShape, mesh: Mesh):
     self._model = model
     self.optimizer = optax.with_extra_args_support(optimizer)
@@ -125,6 +128,7 @@ class PlacedModel:
     """Returns the state after a step along `grads`, the same parameters if that is not finite, and its metrics."""
     trainable, frozen = split_state(state)
     updates, opt_state = self.optimizer.update(grads, state.opt_state, trainable, **extra_args)
+    updates = updates | {part: optax.tree.scale(self._critic_rate, updates[part]) for part in state.critic or {}}
     grad_norm, update_norm = optax.tree.norm(grads), optax.tree.norm(updates)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
     new = (optax.apply_updates(trainable, updates), opt_state)

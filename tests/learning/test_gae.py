@@ -26,8 +26,10 @@ from async_rl import stabilizers
 POLICY = models.Policy(dataclasses.replace(CONFIG, num_layers=1), dtype="float32", attention="xla")
 GAE = learning.GAE(discount=0.9, trace_decay=0.7, value_coefficient=0.3)
 PPO = learning.objective("ppo_clip", advantages="gae", aggregate="token_mean", gae=GAE)
-#: The same with a KL penalty of every token, and advantages as they are.
-PENALIZED = learning.rlhf_objective("ppo", kl_coefficient=0.3, gae=dataclasses.replace(GAE, whiten=False))
+#: The same with a KL penalty of every token, advantages as they are, and a faster head.
+PENALIZED = learning.rlhf_objective(
+  "ppo", kl_coefficient=0.3, gae=dataclasses.replace(GAE, whiten=False, value_rate=2.0)
+)
 PACKED = shape_of(rows=2, row_tokens=40)
 ON_A_MESH = shape_of(rows=4, row_tokens=40)
 
@@ -127,6 +129,7 @@ def test_gradient_is_that_of_the_written_out_loss(penalized):
   before, state, metrics = one_step(learner)
   loss, expected, returns = expected_step(before, batch, penalty, whiten=not penalized)
   found = jax.tree.map(np.subtract, (before.params, before.critic), jax.device_get((state.params, state.critic)))
+  expected = expected[0], optax.tree.scale(learner.objective.gae.value_rate, expected[1])
   for got, want in zip(found, expected, strict=True):  # apart, since that of the head is larger
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(want))
     assert scale > 1e-3
@@ -196,6 +199,6 @@ def test_values_need_a_head_and_bad_options_are_refused():
   batch = learning.BatchQuantities(jnp.ones(2), jnp.zeros(2, int), zeros == 0, zeros, zeros.astype(int), stats)
   with pytest.raises(ValueError, match="scored without a value head"):
     PPO.make_advantages(batch)
-  for bad in (dict(discount=1.1), dict(trace_decay=-0.1), dict(value_coefficient=0.0)):
+  for bad in (dict(discount=1.1), dict(trace_decay=-0.1), dict(value_coefficient=0.0), dict(value_rate=-1.0)):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
       learning.GAE(**bad)
