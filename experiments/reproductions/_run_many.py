@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pathlib
 import time
 import traceback
 from collections.abc import Callable
@@ -76,6 +77,15 @@ def run_many(
         yield outcome
   finally:
     _end(running)
+
+
+def keep_programs(folder: pathlib.Path) -> None:
+  """Keeps compiled programs in *folder* for the other processes, unless JAX was given a folder; before any compiles."""
+  import jax  # not above: the caller may do without
+
+  if jax.config.values["jax_compilation_cache_dir"] is None:
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 class _Worker:

