@@ -311,7 +311,12 @@ def _cudnn_cache_attention(q: Array, k: Array, v: Array, positions: Array, *, sc
 
 
 def _softmax(logits: Array, mask: Array, scale: float, softcap: float | None) -> Array:
+  return jax.nn.softmax(masked_logits(logits, mask, scale, softcap), axis=-1)
+
+
+def masked_logits(logits: Array, mask: Array, scale: float, softcap: float | None) -> Array:
+  """Returns logits as they enter a softmax: scaled, soft-capped and, where the mask is False, very low."""
   logits = logits * scale
   if softcap is not None:
     logits = softcap * jnp.tanh(logits / softcap)
-  return jax.nn.softmax(jnp.where(mask, logits, _MASKED), axis=-1)
+  return jnp.where(mask, logits, _MASKED)

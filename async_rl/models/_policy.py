@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from async_rl._validation import check_choice
 from async_rl.models import _attention
+from async_rl.models import _shared_attention
 from async_rl.models._layers import Ends
 from async_rl.models._layers import Layer
 from async_rl.models._layers import Norms
@@ -133,7 +134,14 @@ class Policy:
     """Returns `hidden`, and the keys and values of every layer, as `init_cache` arranges them, S = T."""
     return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=True))
 
-  def decode(self, params: Params, tokens: Array, positions: Array, cache: Cache) -> tuple[Array, Cache]:
+  def decode(
+    self,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    cache: Cache,
+    prompts: _shared_attention.SharedPrompts | None = None,
+  ) -> tuple[Array, Cache]:
     """Runs one step of every row: puts token b at `positions[b]` and attends to all up to it.
 
     Args:
@@ -141,18 +149,25 @@ class Policy:
       tokens: int32 [B], one new token per row.
       positions: int32 [B], the position of each token, < S.
       cache: the keys and values of L layers, from `init_cache`.
+      prompts: what several rows share; the cache then holds what follows it, from entry 0 on. Not changed.
 
     Returns:
       The hidden states [B, D] that predict the next token, and the cache with this token in it.
     """
     params = unstack_layers(params)
     rows = jnp.arange(tokens.shape[0])
+    entries = positions
+    if prompts is not None:  # rows that nothing lives in may have any position
+      entries = jnp.clip(positions - prompts.starts, 0, cache[0][0].shape[2] - 1)
 
-    def attend(kv, local, q, k, v):
+    def attend(kv, shared, local, q, k, v):
       new = _attention.arrange(k, v, self._cache_arrays)
-      kv = tuple(x.at[rows, :, positions].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
-      out = _attention.cache_attention(
-        q, kv, positions,
+      kv = tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
+      attention = _attention.cache_attention
+      if shared is not None:
+        attention = functools.partial(_shared_attention.shared_attention, prompts=shared)
+      out = attention(
+        q, kv, entries,
         num_kv_heads=self.config.num_kv_heads,
         scale=self._scale,
         window=self.config.sliding_window if local else None,
@@ -165,10 +180,11 @@ class Policy:
     ends = self._ends(params)
     x = ends.encode(tokens, self.mesh).astype(self._residual_dtype)
     new_cache = []
-    per_layer = zip(params["layers"], self._adapters(params), cache, *self._per_layer(), strict=True)
-    for layer, adapters, kv, local, frequency in per_layer:
+    shared = [None] * len(cache) if prompts is None else [prompts._replace(layers=kv) for kv in prompts.layers]
+    per_layer = zip(params["layers"], self._adapters(params), cache, shared, *self._per_layer(), strict=True)
+    for layer, adapters, kv, own_prompts, local, frequency in per_layer:
       angles = positions[:, None] * frequency[None, :]
-      x, kv = self._layer(layer, adapters)(x, angles, functools.partial(attend, kv, local))
+      x, kv = self._layer(layer, adapters)(x, angles, functools.partial(attend, kv, own_prompts, local))
       new_cache.append(kv)
     return ends.final_norm(x).astype(self.dtype), tuple(new_cache)
 

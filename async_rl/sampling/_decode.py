@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from async_rl.models import Cache
 from async_rl.models import Params
 from async_rl.models import Policy
+from async_rl.models import SharedPrompts
 from async_rl.sampling._draw import draw_tokens
 from async_rl.sampling._draw import sample_key
 from async_rl.sampling._draw import token_uniforms
@@ -92,21 +93,31 @@ def prefill(policy: Policy, params: Params, tokens: Array) -> Cache:
   return policy.prefill(params, tokens, jnp.ones_like(tokens), positions)[1]
 
 
-def put(prefixes: NamedSharding, cache: KeyValues, new: KeyValues, rows: Array, slots: Array) -> KeyValues:
+def put(
+  prefixes: NamedSharding, cache: KeyValues, new: KeyValues, rows: Array, slots: Array, starts: Array | None = None
+) -> KeyValues:
   """Copies prefixes into slots, in one layer.
 
   Args:
     prefixes: the layout in which every device has all rows of `new`. It is asked for before the rows are repeated for
       the K slots of a group, so that devices exchange each prefix once; the compiler would sum the repeated rows.
     cache: the layer's cache, each array [B, N, S, d]; donated.
-    new: the keys and values of the prefixes, each [R, N, T, d], T <= S.
+    new: the keys and values of the prefixes, each [R, N, T, d]; what is beyond S is left out.
     rows: int32 [M], the prefix that goes into each slot.
     slots: int32 [M], the distinct slots to fill; those beyond B are dropped.
+    starts: int32 [M], the position from which on a prefix is copied; `None` for 0. What is missing behind its end is
+      filled with its last position, which is as good as padding.
   """
 
   def one(old: Array, new: Array) -> Array:
     new = jax.lax.with_sharding_constraint(new, prefixes)
-    return old.at[slots, :, : new.shape[2]].set(new[rows], mode="drop", unique_indices=True)
+    length = min(new.shape[2], old.shape[2])
+    if starts is None:
+      copied = new[rows, :, :length]
+    else:
+      kept = jnp.minimum(starts[:, None] + jnp.arange(length)[None], new.shape[2] - 1)
+      copied = jnp.take_along_axis(new[rows], kept[:, None, :, None], axis=2)
+    return old.at[slots, :, :length].set(copied, mode="drop", unique_indices=True)
 
   return jax.tree.map(one, cache, new)
 
@@ -139,6 +150,7 @@ def decode_chunk(
   cache: Cache,
   slots: Slots,
   version: Array,
+  prompts: SharedPrompts | None = None,
 ) -> tuple[Cache, Drawn]:
   """Runs up to `config.chunk` decode steps of every live slot; stops early when none is left.
 
@@ -152,13 +164,14 @@ def decode_chunk(
     cache: the cache of L layers, each array [B, N, S, d], S > every position reached in this chunk; donated.
     slots: the state of each slot.
     version: int32 [], the version of `params`, written beside every token drawn.
+    prompts: the prompts that slots share; the cache then holds what follows them.
   """
   batch = slots.token.shape[0]
   keys = jax.vmap(functools.partial(sample_key, config.seed))(slots.ticket, slots.sample)
 
   def step(carry: _Carry) -> _Carry:
     cache, slots, drawn = carry
-    hidden, cache = policy.decode(params, slots.token, slots.position, cache)
+    hidden, cache = policy.decode(params, slots.token, slots.position, cache, prompts)
     logits = policy.logits(params, hidden)
     tokens, logprobs = draw_tokens(logits, jax.vmap(token_uniforms)(keys, slots.drawn), config)
     tokens = jnp.where(slots.live, tokens, slots.token)

@@ -29,7 +29,9 @@ from async_rl.sampling._samples import continue_sample
 from async_rl.sampling._samples import pack_samples
 from async_rl.sampling._samples import start_samples
 from async_rl.sampling._samples import unpack_samples
+from async_rl.sampling._shared_cache import SharedCache
 from async_rl.sampling._slot_cache import SlotCache
+from async_rl.sampling._slot_cache import live_slots
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Completion
@@ -60,7 +62,8 @@ class Engine(Sampler):
       fsdp, heads over tensor. `None` uses the first device.
 
   Raises:
-    ValueError: if the mesh cannot divide the slots, or a token id is outside the vocabulary.
+    ValueError: if the mesh cannot divide the slots, a token id is outside the vocabulary, or the backend of attention
+      takes no shared prompts.
 
   Examples:
     >>> config = models.ModelConfig(32, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=16)
@@ -89,7 +92,8 @@ class Engine(Sampler):
     self._stop_ids = tuple(int(i) for i in stop_ids)
     mesh = mesh_of_one(jax.local_devices()[0]) if mesh is None else mesh
     self._programs = Programs(policy, config, self._stop_ids, mesh)
-    self._cache = SlotCache(self._programs, config.slots)
+    cache = SharedCache if self._programs.config.shares_prompts else SlotCache
+    self._cache = cache(self._programs, config.slots)
     self._params: Params | None = None
     self._stale = False  # whether the cache must be recomputed under newer weights
     self._slots: list[Sample | None] = [None] * config.slots
@@ -237,7 +241,8 @@ class Engine(Sampler):
       resumes: whether `resume` will be called.
     """
     c = self._config
-    self._programs.compile_all(c.prefix_lengths if resumes or c.on_update == "recompute" else c.prompt_lengths)
+    continued = resumes or c.on_update == "recompute"
+    self._programs.compile_all(c.prefix_lengths if continued else c.prompt_lengths, continued)
 
   @property
   def compilations(self) -> int:
@@ -249,6 +254,11 @@ class Engine(Sampler):
     """Returns the numbers of rows and of positions of the cache, which decide what a decode step costs."""
     return self._cache.shape
 
+  @property
+  def cache_bytes(self) -> int:
+    """Returns the bytes of the keys and values of all slots, on all devices together."""
+    return self._cache.nbytes
+
   # The parts of a step.
 
   def _live(self) -> dict[int, Sample]:
@@ -257,11 +267,12 @@ class Engine(Sampler):
   def _admit(self) -> list[_Work]:
     if not self._waiting:
       return []
-    free = self._cache.fill_order(np.array([s is not None for s in self._slots]))
+    free = self._cache.fill_order(live_slots(self._slots))
     work = []
     while self._waiting and len(self._waiting[0]) <= len(free):
       samples = self._waiting.popleft()
       taken, free = free[: len(samples)], free[len(samples) :]
+      self._cache.claim(taken, self._slots)
       for i, sample in zip(taken, samples, strict=True):
         self._slots[i] = sample
       work.append((samples[0].prefix(), taken))
@@ -270,9 +281,8 @@ class Engine(Sampler):
   def _fit_cache(self, work: list[_Work]) -> None:
     """Gives the cache the shape that holds all live samples up to the end of the next chunk."""
     chunk, limit = self._config.chunk, self._config.max_new_tokens
-    needed = [len(s.prompt) + min(s.length + chunk, limit) for s in self._live().values()]
-    needed += [self._padded_length(prefix) for prefix, _ in work]
-    self._cache.resize(np.array([s is not None for s in self._slots]), max(needed))
+    drawn = [0 if s is None else min(s.length + chunk, limit) for s in self._slots]
+    self._cache.fit(self._slots, drawn, [self._padded_length(prefix) for prefix, _ in work])
 
   def _padded_length(self, prefix: np.ndarray) -> int:
     return next(n for n in self._config.prefix_lengths if n >= len(prefix))
@@ -293,20 +303,11 @@ class Engine(Sampler):
     programs = self._programs
     rows = programs.prefill_rows(length)
     tokens = np.full((rows, length), self._pad_id, np.int32)
-    sources = np.zeros(rows * self._config.group_size, np.int32)
-    targets = self._config.slots + np.arange(len(sources), dtype=np.int32)  # beyond the last row: dropped
-    filled = 0
-    for row, (prefix, slots) in enumerate(batch):
+    for row, (prefix, _) in enumerate(batch):
       tokens[row, : len(prefix)] = prefix
-      sources[filled : filled + len(slots)] = row
-      targets[filled : filled + len(slots)] = self._cache.rows_of(slots)
-      filled += len(slots)
       self.counters.prefill_tokens += len(prefix)
-    placed = jax.device_put((tokens, sources, targets), (programs.rows, programs.whole, programs.whole))
-    computed = programs.prefill(length)(self._params, placed[0])
-    put = programs.put(length, *self._cache.shape)
-    layers = zip(self._cache.layers, computed, strict=True)
-    self._cache.layers = tuple(put(old, new, *placed[1:]) for old, new in layers)
+    computed = programs.prefill(length)(self._params, jax.device_put(tokens, programs.rows))
+    self._cache.put(length, computed, [slots for _, slots in batch], self._slots)
 
   def _run_chunk(self) -> _decode.Drawn:
     rows = _decode.no_slots(self._cache.shape[0], self._pad_id)
@@ -316,8 +317,9 @@ class Engine(Sampler):
       for array, value in zip(rows, values, strict=True):
         array[row] = value
     placed = jax.device_put(rows, self._programs.rows)
-    decode = self._programs.decode(*self._cache.shape)
-    self._cache.layers, drawn = decode(self._params, self._cache.layers, placed, self._device_version)
+    decode = self._programs.decode(*self._cache.shape, self._cache.prompt_count)
+    prompts = self._cache.prompts(self._slots)
+    self._cache.layers, drawn = decode(self._params, self._cache.layers, placed, self._device_version, prompts)
     return jax.device_get(drawn)
 
   def _collect(self, drawn: _decode.Drawn) -> list[Completion]:

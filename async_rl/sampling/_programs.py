@@ -21,6 +21,8 @@ from async_rl._validation import check_multiple
 from async_rl.models import ROWS
 from async_rl.models import Cache
 from async_rl.models import Policy
+from async_rl.models import SharedPrompts
+from async_rl.models import check_shared
 from async_rl.models import param_shardings
 from async_rl.models import row_parts
 from async_rl.models import with_shardings
@@ -30,6 +32,9 @@ from async_rl.sampling._checksum import weight_parts
 from async_rl.sampling._prepare_weights import prepare_weights
 from async_rl.sampling._sampler_config import SamplerConfig
 
+#: Backends of attention to a cache with which decode steps were measured to be faster with shared prompts.
+_SHARING_PAYS: tuple[str, ...] = ()
+
 
 class Programs:
   """Compiles each program once, ahead of its first call.
@@ -38,6 +43,7 @@ class Programs:
   a call can neither recompile nor transfer anything implicitly.
 
   Attributes:
+    config: the sizes and the sampling distribution; `shared_prompts` says what is done.
     shards: the number of devices over which the slots are split.
     params: the abstract weights that the programs take, from `prepare_weights`.
     raw_params: the abstract weights of `Policy.init`.
@@ -46,6 +52,7 @@ class Programs:
     heads: the sharding of keys and values.
     cache: the sharding and memory layout of the cache.
     shapes: the numbers of slots and positions that the cache can have, from the one that costs least to decode.
+    prompts: the number of positions of a shared prompt.
 
   Args:
     policy: the architecture.
@@ -54,12 +61,16 @@ class Programs:
     mesh: the devices, with axes among ("data", "fsdp", "tensor").
 
   Raises:
-    ValueError: if the mesh cannot divide the slots.
+    ValueError: if the mesh cannot divide the slots, or the backend of attention takes no shared prompts.
   """
 
   def __init__(self, policy: Policy, config: SamplerConfig, stop_ids: tuple[int, ...], mesh: Mesh):
     self._policy = dataclasses.replace(policy, mesh=mesh)
-    self._config = config
+    backend = self._policy.cache_backend
+    shared = backend in _SHARING_PAYS if config.shared_prompts is None else config.shared_prompts
+    self.config = config = dataclasses.replace(config, shared_prompts=shared)
+    if config.shares_prompts:
+      check_shared(backend)
     self._stop_ids = stop_ids
     axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
     self.shards = row_parts(mesh)
@@ -68,27 +79,41 @@ class Programs:
     self.whole = NamedSharding(mesh, PartitionSpec())
     self.rows = NamedSharding(mesh, PartitionSpec(axes))
     self.heads = NamedSharding(mesh, PartitionSpec(axes, "tensor" if tensor else None))
-    self.cache = _cache_format(self.heads, self._policy.cache_backend)
+    self.cache = _cache_format(self.heads, backend)
     raw = policy.abstract()
     prepared = jax.eval_shape(functools.partial(prepare_weights, policy), raw)
     self.raw_params = with_shardings(raw, param_shardings(raw, mesh))
     self.param_shardings = param_shardings(prepared, mesh)
     self.params = with_shardings(prepared, self.param_shardings)
-    self.shapes = config.cache_shapes(self.shards, filled_only=self._policy.cache_backend != "xla")
+    self.shapes = config.cache_shapes(self.shards, filled_only=backend != "xla")
+    self.prompts = config.prompt_lengths[-1]
     self._compiled: dict[tuple[Any, ...], Any] = {}
 
   def __len__(self) -> int:
     """Returns the number of programs compiled so far."""
     return len(self._compiled)
 
-  def compile_all(self, prefixes: tuple[int, ...]) -> None:
-    """Compiles every program that prefixes of these padded lengths need."""
+  def compile_all(self, prefixes: tuple[int, ...], continued: bool) -> None:
+    """Compiles every program that prefixes of these padded lengths need.
+
+    Args:
+      prefixes: the lengths.
+      continued: whether some of them are of samples that have drawn tokens.
+    """
     jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(self.prepare, ())]
     jobs += [(self.checksum, (name,)) for name in self.params]
-    jobs += [(self.decode, shape) for shape in self.shapes]
+    jobs += [(self.decode, (*shape, count)) for shape in self.shapes for count in self.prompt_counts(shape[0])]
     jobs += [(self.prefill, (prefix,)) for prefix in prefixes]
-    jobs += [(self.put, (n, *shape)) for n, shape in itertools.product(prefixes, self.shapes) if n <= shape[1]]
-    jobs += [(self.resize, pair) for pair in itertools.permutations(self.shapes, 2)]
+    resizes = set(itertools.permutations(self.shapes, 2))
+    pairs = itertools.product(prefixes, self.shapes)
+    if self.config.shares_prompts:
+      counts = {count for rows, _ in self.shapes for count in self.prompt_counts(rows)}
+      resizes.update(itertools.permutations([(count, self.prompts) for count in counts], 2))
+      jobs += [(self.put_prompts, pair) for pair in itertools.product(prefixes, counts)]
+      jobs += [(self.put_own, (n, *shape)) for n, shape in pairs if continued]
+    else:
+      jobs += [(self.put, (n, *shape)) for n, shape in pairs if n <= shape[1]]
+    jobs += [(self.resize, pair) for pair in sorted(resizes)]
     # In threads, since the compiler releases the GIL; but on a GPU it times kernels, which must run alone.
     platform = self.whole.mesh.devices.flat[0].platform
     with concurrent.futures.ThreadPoolExecutor(1 if platform == "gpu" else None) as pool:
@@ -97,7 +122,7 @@ class Programs:
 
   def prefill_rows(self, prefix: int) -> int:
     """Returns the number of prefixes in one prefill: as many as make `prefill_tokens`, at most one per group."""
-    rows = max(1, min(self._config.prefill_tokens // prefix, self._config.slots // self._config.group_size))
+    rows = max(1, min(self.config.prefill_tokens // prefix, self.config.slots // self.config.group_size))
     return -(-rows // self.shards) * self.shards
 
   def init_cache(self, slots: int, length: int) -> Cache:
@@ -119,35 +144,60 @@ class Programs:
     """Returns the program of `_decode.prefill` at this padded length: params, tokens -> keys and values."""
     return self._get(("prefill", prefix), lambda: self._trace_prefill(prefix))
 
+  def prompt_counts(self, rows: int) -> tuple[int, ...]:
+    """Returns the numbers of shared prompts beside a cache of so many rows, ascending."""
+    return self.config.prompt_counts(self.shards, rows)
+
   def put(self, prefix: int, slots: int, length: int) -> Callable[..., Any]:
     """Returns the program of `_decode.put` at these sizes: a layer's cache (donated), new, rows, slots -> cache."""
-    return self._get(("put", prefix, slots, length), lambda: self._trace_put(prefix, slots, length))
+    trace = functools.partial(self._trace_put, prefix, slots, length, self.config.group_size)
+    return self._get(("put", prefix, slots, length), trace)
+
+  def put_prompts(self, prefix: int, count: int) -> Callable[..., Any]:
+    """Returns the program of `put` for so many shared prompts, of which a group has one on each of its devices."""
+    copies = min(self.shards, self.config.group_size)
+    trace = functools.partial(self._trace_put, prefix, count, self.prompts, copies)
+    return self._get(("put_prompts", prefix, count), trace)
+
+  def put_own(self, prefix: int, slots: int, length: int) -> Callable[..., Any]:
+    """Returns the program of `put` for what follows a shared prompt; it also takes the starts."""
+    trace = functools.partial(self._trace_put, prefix, slots, length, self.config.group_size, cut=True)
+    return self._get(("put_own", prefix, slots, length), trace)
 
   def resize(self, old: tuple[int, int], new: tuple[int, int]) -> Callable[..., Any]:
     """Returns the program of `_decode.resize`: a layer's cache, rows -> a layer's cache."""
     jitted = jax.jit(functools.partial(_decode.resize, self.heads, length=new[1]), out_shardings=self.cache)
     return self._get(("resize", old, new), lambda: jitted.trace(self.layer(*old), self._integers(new[:1], self.rows)))
 
-  def decode(self, slots: int, length: int) -> Callable[..., Any]:
-    """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version -> cache, drawn."""
-    return self._get(("decode", slots, length), lambda: self.trace_decode(slots, length))
+  def decode(self, slots: int, length: int, prompts: int = 0) -> Callable[..., Any]:
+    """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version, prompts -> cache, drawn.
+
+    Args:
+      slots: the number of rows of the cache.
+      length: the number of its positions.
+      prompts: the number of shared prompts; without any, the program takes `None` for them.
+    """
+    return self._get(("decode", slots, length, prompts), lambda: self.trace_decode(slots, length, prompts))
 
   def trace_longest(self) -> dict[str, Callable[[], jax.stages.Traced]]:
     """Returns functions that trace, from shapes alone, the programs of the longest prompts and the largest cache."""
-    prefix, shape = self._config.prompt_lengths[-1], self.shapes[-1]
+    prefix, shape = self.config.prompt_lengths[-1], self.shapes[-1]
+    count = self.prompt_counts(shape[0])[0]
+    put = (count, self.prompts, 1) if count else (*shape, self.config.group_size)
     return {
       "prefill": lambda: self._trace_prefill(prefix),
-      "put": lambda: self._trace_put(prefix, *shape),
-      "decode": lambda: self.trace_decode(*shape),
+      "put": lambda: self._trace_put(prefix, *put),
+      "decode": lambda: self.trace_decode(*shape, count),
     }
 
-  def trace_decode(self, slots: int, length: int) -> jax.stages.Traced:
+  def trace_decode(self, slots: int, length: int, prompts: int = 0) -> jax.stages.Traced:
     """Traces the program of `decode` from shapes alone."""
-    function = functools.partial(_decode.decode_chunk, self._policy, self._config, self._stop_ids)
+    function = functools.partial(_decode.decode_chunk, self._policy, self.config, self._stop_ids)
     cache = (self.layer(slots, length),) * self._policy.config.num_layers
     state = with_shardings(_decode.no_slots(slots, pad_id=0), self.rows)
     jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
-    return jitted.trace(self.params, cache, state, self._integers((), self.whole))
+    shared = self._abstract_prompts(slots, prompts) if prompts else None
+    return jitted.trace(self.params, cache, state, self._integers((), self.whole), shared)
 
   def layer(self, slots: int, length: int) -> Any:
     """Returns one layer of an abstract cache of this shape."""
@@ -162,12 +212,18 @@ class Programs:
     jitted = jax.jit(functools.partial(_decode.prefill, self._policy), out_shardings=self.heads)
     return jitted.trace(self.params, tokens)
 
-  def _trace_put(self, prefix: int, slots: int, length: int) -> jax.stages.Traced:
+  def _abstract_prompts(self, slots: int, count: int) -> SharedPrompts:
+    layers = (self.layer(count, self.prompts),) * self._policy.config.num_layers
+    each, members, row = [self._integers(s, self.rows) for s in ((count,), (count, self.config.group_size), (slots,))]
+    return SharedPrompts(layers, each, members, row, row)
+
+  def _trace_put(self, prefix: int, slots: int, length: int, copies: int, cut: bool = False) -> jax.stages.Traced:
     rows = self.prefill_rows(prefix)
-    index = self._integers((rows * self._config.group_size,), self.whole)
+    index = self._integers((rows * copies,), self.whole)
     prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
     jitted = jax.jit(functools.partial(_decode.put, prefixes), donate_argnums=0, out_shardings=self.cache)
-    return jitted.trace(self.layer(slots, length), self._layer(rows, prefix, self.heads), index, index)
+    new = self._layer(rows, prefix, self.heads)
+    return jitted.trace(self.layer(slots, length), new, *[index] * (3 if cut else 2))
 
   def _get(self, key: tuple[Any, ...], trace: Callable[[], jax.stages.Traced]) -> Callable[..., Any]:
     if key not in self._compiled:

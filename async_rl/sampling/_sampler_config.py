@@ -18,7 +18,8 @@ class SamplerConfig:
   """Sets the sizes and the sampling distribution of a sampler; hashable, so it can be a static argument.
 
   Attributes:
-    slots: the number of samples decoded at the same time. Each owns key/value cache for `capacity` tokens.
+    slots: the number of samples decoded at the same time. Each owns key/value cache for `capacity` tokens, or with
+      `shared_prompts` for `max_new_tokens`.
     group_size: K, the number of samples of each request.
     max_prompt_tokens: the length of the longest prompt accepted.
     max_new_tokens: the length of the longest completion; reaching it ends a sample with `LENGTH`.
@@ -43,6 +44,9 @@ class SamplerConfig:
     slot_buckets: n; programs are also compiled for a cache of a quarter, a sixteenth, ... of the slots: n numbers of
       slots in all, less those below 8 on a device. Live samples move into the smallest cache that holds them.
     prefill_tokens: the number of tokens, padding included, that one prefill call should process.
+    shared_prompts: whether the keys and values of a prompt are kept, and in a decode step read, once for all samples of
+      its group, and not once for each; `None` where that was measured to be faster. Needs attention by "xla" or
+      "cudnn"; changes samples up to rounding. A sample that is resumed or restored has its prompt alone.
   """
 
   slots: int
@@ -59,6 +63,7 @@ class SamplerConfig:
   length_buckets: int = 2
   slot_buckets: int = 3
   prefill_tokens: int = 1024
+  shared_prompts: bool | None = None
 
   def __post_init__(self):
     for name in (
@@ -113,6 +118,16 @@ class SamplerConfig:
     """Returns the attended lengths of a decode step, ascending."""
     return _buckets(self.max_prompt_tokens + self.max_new_tokens, self.length_buckets)
 
+  @property
+  def shares_prompts(self) -> bool:
+    """Returns whether prompts are shared; see `Programs` for `None`. There is nothing to share in groups of one."""
+    return bool(self.shared_prompts) and self.group_size > 1
+
+  @property
+  def own_lengths(self) -> tuple[int, ...]:
+    """Returns the lengths of a slot's cache, ascending: `lengths`, or those of completions if prompts are shared."""
+    return _buckets(self.max_new_tokens, self.length_buckets) if self.shares_prompts else self.lengths
+
   def cache_shapes(self, shards: int, filled_only: bool) -> tuple[tuple[int, int], ...]:
     """Returns the numbers of slots and positions that the cache can have, from the one that costs least to decode.
 
@@ -122,9 +137,25 @@ class SamplerConfig:
     """
     each = self.slots // shards
     counts = {-(-each // 4**i) for i in range(1, self.slot_buckets)}
-    shapes = [(self.slots, length) for length in (self.lengths[-1:] if filled_only else self.lengths)]
-    shapes += [(shards * n, self.capacity) for n in counts if _FEWEST <= n < each]
+    lengths = self.own_lengths
+    shapes = [(self.slots, length) for length in (lengths[-1:] if filled_only else lengths)]
+    shapes += [(shards * n, lengths[-1]) for n in counts if _FEWEST <= n < each]
     return tuple(sorted(shapes, key=math.prod))
+
+  def prompt_counts(self, shards: int, rows: int) -> tuple[int, ...]:
+    """Returns the numbers of shared prompts that there can be beside a cache of so many rows, ascending.
+
+    A group may have a single sample left, so that rows and prompts can be as many; while groups are whole, one prompt
+    for K slots is enough.
+
+    Args:
+      shards: the number of devices that split the slots.
+      rows: the number of rows of the cache.
+    """
+    if not self.shares_prompts:
+      return (0,)
+    whole = shards * -(-self.slots // (shards * self.group_size))
+    return tuple(sorted({whole, rows})) if rows == self.slots else (rows,)
 
   @property
   def prefix_lengths(self) -> tuple[int, ...]:
@@ -134,7 +165,7 @@ class SamplerConfig:
 
   @property
   def capacity(self) -> int:
-    """Returns S, the number of cache positions of a slot."""
+    """Returns S, the number of cache positions of a sample."""
     return self.lengths[-1]
 
 

@@ -3,16 +3,18 @@
     python -m experiments.benchmarks.decode_speed                       # one GPU with 80 GB, about 4 minutes
     python -m experiments.benchmarks.decode_speed --attention auto xla  # attention by kernels against XLA's products
     python -m experiments.benchmarks.decode_speed --smoke               # any machine, seconds; checks that it runs
+    python -m experiments.benchmarks.decode_speed --shared-prompts --only 256:320:576 --repeats 3  # two minutes
 
 A random model of Qwen3-0.6B's shape decodes chunks of 64 steps through the public API: the host's work between chunks
 is in the times. The floor of a step is the time to read the weights once and the filled part of the live slots' cache
-once, at the bandwidth of a device-to-device copy measured in the same run.
+once, at the bandwidth of a device-to-device copy measured in the same run. With `--shared-prompts`, every row is
+measured without and with shared prompts in turns; with them, the floor counts a prompt once for its group.
 
-Prints a table and writes decode_speed.json. Columns: attention; slots; how many of them live; filled cache positions
-(mean over the chunk); rows and positions of the cache that a step computes; ms per step; its ratio to the floor; tokens
-drawn per second while decoding; and, for some rows, tokens per second end to end, over three waves of requests with
-prefill and refills. The last row is a batch in which every 62nd token ends a completion, from its first chunk to the
-end of the longest completion.
+Prints a table and writes decode_speed.json. Columns: attention; whether prompts are shared; slots; how many of them
+live; filled positions of a sample (mean over the chunk); rows and positions of the cache that a step computes; size of
+all keys and values; ms per step; the floor and the ratio to it; tokens drawn per second while decoding; and, for some
+rows, tokens per second end to end, over three waves of requests with prefill and refills. The last row is a batch in
+which every 62nd token ends a completion, from its first chunk to the end of the longest completion.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import time
@@ -90,7 +93,7 @@ def copy_bandwidth(size: int) -> float:
   return 2 * size / best
 
 
-def sampler_config(case: Case, chunk: int) -> SamplerConfig:
+def sampler_config(case: Case, chunk: int, shared: bool = False) -> SamplerConfig:
   """Returns the sizes of the engine of one row."""
   return SamplerConfig(
     slots=case.slots,
@@ -99,6 +102,7 @@ def sampler_config(case: Case, chunk: int) -> SamplerConfig:
     max_new_tokens=case.capacity - case.prompt,
     chunk=chunk,
     length_buckets=case.buckets,
+    shared_prompts=shared,
   )
 
 
@@ -115,11 +119,35 @@ def floor_of(policy: Policy, params: Params, filled: float, bandwidth: float) ->
   return (sum(x.nbytes for x in jax.tree.leaves(params)) + filled * position) / bandwidth
 
 
-def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float) -> dict[str, Any]:
-  """One row of the table."""
-  config = sampler_config(case, chunk)
+def make_engine(policy: Policy, params: Params, config: SamplerConfig) -> Engine:
+  """Returns an engine that has weights and never stops before the longest completion."""
   engine = Engine(policy, config, stop_ids=(), pad_id=0)
   engine.set_weights(params, 0)
+  return engine
+
+
+def measure(
+  policy: Policy,
+  params: Params,
+  case: Case,
+  chunk: int,
+  bandwidth: float,
+  shared: bool = False,
+  engine: Engine | None = None,
+) -> dict[str, Any]:
+  """One row of the table.
+
+  Args:
+    policy: the architecture.
+    params: the weights as a sampler takes them.
+    case: the sizes.
+    chunk: the steps of a chunk.
+    bandwidth: bytes per second of the device's memory.
+    shared: whether prompts are shared.
+    engine: the engine of these sizes, from `make_engine`; `None` makes one.
+  """
+  engine = engine or make_engine(policy, params, sampler_config(case, chunk, shared))
+  drain(engine)  # of what an earlier call left
   live = case.live or case.slots
   for ticket in range(live // case.group):
     engine.submit(make_request(policy, ticket, case.prompt))
@@ -127,19 +155,22 @@ def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: f
   start = time.perf_counter()
   engine.step()
   step = (time.perf_counter() - start) / chunk
-  filled = case.prompt + 1.5 * chunk
+  read = live * 1.5 * chunk + (live // case.group if shared else live) * case.prompt
+  floor = floor_of(policy, params, read, bandwidth)
   row = {
+    "shared_prompts": shared,
     "slots": case.slots,
     "live": live,
-    "filled": int(filled),
+    "filled": int(case.prompt + 1.5 * chunk),
     "computed": list(engine.cache_shape),
+    "cache_GB": round(engine.cache_bytes / 1e9, 2),
     "ms_per_step": round(1e3 * step, 3),
-    "ratio_to_floor": round(step / floor_of(policy, params, live * filled, bandwidth), 2),
+    "floor_ms": round(1e3 * floor, 3),
+    "ratio_to_floor": round(step / floor, 2),
     "tokens_per_s": round(live / step),
   }
   if case.end_to_end:
-    while not engine.idle:
-      engine.step()
+    drain(engine)
     start = time.perf_counter()
     done = generate(
       engine, [make_request(policy, ticket, case.prompt) for ticket in range(3 * case.slots // case.group)]
@@ -148,10 +179,18 @@ def measure(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: f
   return row
 
 
-def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float) -> dict[str, Any]:
+def drain(engine: Engine) -> None:
+  """Finishes all samples of an engine."""
+  while not engine.idle:
+    engine.step()
+
+
+def measure_tail(
+  policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float, shared: bool = False
+) -> dict[str, Any]:
   """The row of a batch whose completions have a long tail: one sample per slot, from the first chunk to the last."""
   stops = range(0, policy.config.vocab_size, MEAN_LENGTH)
-  engine = Engine(policy, sampler_config(case, chunk), stop_ids=stops, pad_id=0)
+  engine = Engine(policy, sampler_config(case, chunk, shared), stop_ids=stops, pad_id=0)
   engine.set_weights(params, 0)
   engine.warmup()
   seconds, floor = 0.0, 0.0
@@ -162,12 +201,16 @@ def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwid
     start = time.perf_counter()
     done += engine.step()
     seconds += time.perf_counter() - start
-  lengths = np.array([len(c.tokens) for c in done])
+  lengths = np.zeros((case.slots // case.group, case.group), np.int64)
+  for completion in done:
+    lengths[completion.ticket, completion.sample] = len(completion.tokens)
   for step in range(chunk, lengths.max()):
-    live = (lengths > step).sum()
-    floor += floor_of(policy, params, live * (case.prompt + step), bandwidth)
+    live = lengths > step
+    prompts = live.any(1).sum() if shared else live.sum()
+    floor += floor_of(policy, params, prompts * case.prompt + live.sum() * step, bandwidth)
   steps = int(lengths.max()) - chunk
   return {
+    "shared_prompts": shared,
     "slots": case.slots,
     "mean_length": round(float(lengths.mean()), 1),
     "longest": int(lengths.max()),
@@ -186,18 +229,21 @@ def random_weights(policy: Policy) -> Any:
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--attention", nargs="+", default=["auto"], help="backends of attention, as in models.Policy")
+  parser.add_argument("--shared-prompts", action="store_true", help="measure every row without and with them")
+  parser.add_argument("--only", nargs="+", help="rows to measure, as slots:prompt:capacity; tail for the last")
+  parser.add_argument("--repeats", type=int, default=1, help="times that each row is measured, in turns")
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("decode_speed.json"))
   args = parser.parse_args()
   config = SMOKE if args.smoke else QWEN3_06B
-  policy = Policy(config)
-  params = random_weights(policy)
+  params = random_weights(Policy(config))
   bandwidth = copy_bandwidth(2**24 if args.smoke else 2**31)
   chunk = 8 if args.smoke else 64
   device = jax.devices()[0].device_kind
   rows: list[dict[str, Any]] = []
   result = {"device": device, "jax": jax.__version__, "copy_GB_per_s": round(bandwidth / 1e9, 1), "rows": rows}
   print(f"{device}, jax {jax.__version__}, copy {result['copy_GB_per_s']} GB/s")
+  variants = list(itertools.product(args.attention, (False, True) if args.shared_prompts else (False,)))
 
   def report(attention: str, row: dict[str, Any]) -> None:
     rows.append({"attention": attention} | row)
@@ -205,11 +251,20 @@ def main() -> None:
     print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
 
   for case in SMOKE_CASES if args.smoke else CASES:
-    for attention in args.attention:
-      report(attention, measure(Policy(config, attention=attention), params, case, chunk, bandwidth))
-  tail, chunk = (Case(32, 40, 128), 8) if args.smoke else (Case(512, 320, 832), 16)
-  for attention in args.attention:
-    report(attention, measure_tail(Policy(config, attention=attention), params, tail, chunk, bandwidth))
+    if args.only and f"{case.slots}:{case.prompt}:{case.capacity}" not in args.only:
+      continue
+    engines: dict[tuple[str, bool], Engine] = {}
+    for _, (attention, shared) in itertools.product(range(args.repeats), variants):
+      policy = Policy(config, attention=attention)
+      engine = engines.get((attention, shared)) or make_engine(policy, params, sampler_config(case, chunk, shared))
+      if args.repeats > 1:  # at once, they need more memory
+        engines[attention, shared] = engine
+      report(attention, measure(policy, params, case, chunk, bandwidth, shared, engine))
+      del engine
+  if not args.only or "tail" in args.only:
+    tail, chunk = (Case(32, 40, 128), 8) if args.smoke else (Case(512, 320, 832), 16)
+    for attention, shared in variants:
+      report(attention, measure_tail(Policy(config, attention=attention), params, tail, chunk, bandwidth, shared))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def compare_recorded(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
       policy = models.Policy(config, row.get("dtype", "bfloat16"), remat=row["remat"])
       name = _learner_name(learned, row["micro_batches"], row["remat"])
       yield _row(name, predict_learner(policy, learned, chip), row["ms"][0] / 1e3)
-    elif "computed" in row:
+    elif "computed" in row and not row.get("shared_prompts"):
       case = next(x for x in decode_speed.CASES if (x.slots, x.live or x.slots) == (row["slots"], row["live"]))
       yield _compare_recorded_decode(config, row, case, 64, chip)
 

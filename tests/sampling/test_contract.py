@@ -1,5 +1,6 @@
 """What a run relies on in its sampler. Every backend passes these tests; add a new one to `BACKENDS`."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -34,7 +35,19 @@ class Pool(sampling.EnginePool):
     super().__init__(policy, config, stop_ids, pad_id, mesh or models.named_mesh(devices))
 
 
-BACKENDS = {"engine": sampling.Engine, "pool": Pool, "full_forward": FullForwardSampler}
+class SharedPrompts(sampling.Engine):
+  """An engine that keeps the prompt of a group once."""
+
+  def __init__(self, policy, config, stop_ids, pad_id, mesh=None):
+    super().__init__(policy, dataclasses.replace(config, shared_prompts=True), stop_ids, pad_id, mesh)
+
+
+BACKENDS = {
+  "engine": sampling.Engine,
+  "shared_prompts": SharedPrompts,
+  "pool": Pool,
+  "full_forward": FullForwardSampler,
+}
 
 
 @functools.cache
