@@ -4,8 +4,9 @@
     python -m experiments.plan.table --no-compile        # counts traced programs of all layers: about 10 minutes
     python -m experiments.plan.table --only qwen3-0.6b v5e:4x4
 
-Writes a JSON file, row by row, and prints a table. Rows that the file has stay, unless they are asked for and were only
-counted, or compiled in vain: so the table can be compiled bit by bit.
+Writes a JSON file, row by row, and prints two tables: a row for each model on each slice, and a row for each model with
+a cell for each slice. Rows that the file has stay, unless they are asked for and were only counted, or compiled in
+vain: so the table can be compiled bit by bit.
 
 Groups of 16 samples with prompts of 160 and completions of 128 tokens in the mean, 320 and 256 at most; AdamW in
 float32; `remat full`; no evaluation. The learner splits its parameters over all of its chips, or over the largest power
@@ -110,6 +111,32 @@ def to_text(rows: list[dict[str, Any]]) -> str:
   return "\n".join(lines)
 
 
+def to_overview(rows: list[dict[str, Any]]) -> str:
+  """Returns a row for each model, with its tokens per second and chip-hours of 100 steps on each slice, as Markdown.
+
+  What was compiled is bold. Of what does not fit, the cell tells the memory that the side in need of most needs.
+  """
+  cells = {(row["model"], row["slice"]): _overview_cell(row) for row in rows}
+  lines = [f"| model | {' | '.join(f'`{name}`' for name in SLICES)} |", "|---" * (len(SLICES) + 1) + "|"]
+  for model in MODELS:
+    if any((model, name) in cells for name in SLICES):
+      lines.append(f"| {model} | {' | '.join(cells.get((model, name), '') for name in SLICES)} |")
+  return "\n".join(lines)
+
+
+def _overview_cell(row: dict[str, Any]) -> str:
+  if "error" in row:
+    return "–"
+  if not row["fits"]:
+    text = f"needs {max(row['needs_GiB'].values()):.1f} of {row['hbm_GiB']} GiB"
+  elif row["step_s"] is None:
+    return "–"
+  else:
+    tokens = row["tokens_per_s"] / 1000
+    text = f"{tokens:.{0 if tokens >= 100 else 1}f}k, {row['chip_hours_per_100_steps']:.2f}"
+  return f"**{text}**" if row["compiled"] else text
+
+
 def main(arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="python -m experiments.plan.table", description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--only", nargs="+", default=[], help="models and slices; by default all")
@@ -131,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
       if old is None or args.no_compile or _is_compiled(row):
         rows[model, name] = row
       args.out.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-  print(to_text(list(rows.values())))
+  print(to_text(list(rows.values())), to_overview(list(rows.values())), sep="\n\n")
   return 0
 
 

@@ -178,6 +178,18 @@ def test_the_table_names_what_does_not_fit():
   assert last[1].startswith("| b | v5e:4x4 | counted | nothing |")
 
 
+def test_the_overview_has_a_cell_for_each_slice():
+  small = {"model": "qwen3-0.6b", "slice": "v5e:4x4", "compiled": True, "fits": True, "hbm_GiB": 15.75, "step_s": 2.0}
+  small |= {"needs_GiB": {"learner": 3.0, "generation": 7.04}, "tokens_per_s": 35232, "chip_hours_per_100_steps": 0.8}
+  large = small | {"slice": "v5p:2x4x4", "compiled": False, "tokens_per_s": 107335}
+  full = small | {"slice": "v5e:8x8", "fits": False, "needs_GiB": {"learner": 3.0, "generation": 15.96}}
+  failed = {"model": "qwen3-1.7b", "slice": "v5e:4x4", "compiled": True, "error": "nothing"}
+  assert table.to_overview([failed, full, large, small]).splitlines()[2:] == [
+    "| qwen3-0.6b | **35.2k, 0.80** | **needs 16.0 of 15.75 GiB** |  | 107k, 0.80 |  |",
+    "| qwen3-1.7b | – |  |  |  |  |",
+  ]
+
+
 def test_micro_batches_hold_as_many_sequences_as_their_rows_have_room_for():
   experiment = configs.load("quickstart").experiment(configs.load("quickstart").options(rows=8, row_tokens=80))
   assert _request.micro_batches(experiment, 80) == 16  # 128 rows of one sequence
