@@ -1,8 +1,8 @@
 """Compiles and counts the programs of a run: `python -m experiments.plan._measure` is the child of a plan.
 
-Reads a `Request` from its input and the names of programs from its arguments, none for all. Prints a JSON object per
-line: what stays in memory, then for every program that it begins, and what it costs. The compiler may abort, so that
-whoever started it knows the program at which it did.
+Reads a `Request` from its input and from its arguments the names of programs, or first words of them, none for all.
+Prints a JSON object per line: what stays in memory, then for every program that it begins, and what it costs. The
+compiler may abort, so that whoever started it knows the program at which it did.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from experiments.plan._chips import Chip
 from experiments.plan._compile import compile_program
 from experiments.plan._gpus import cudnn_as_there
 from experiments.plan._hlo_costs import Operation
+from experiments.plan._measure_all import select
 from experiments.plan._request import Request
 from experiments.plan._request import head_chunks
 from experiments.plan._request import micro_batches
@@ -132,7 +133,7 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     parameters=sum(x.size for x in jax.tree.leaves(experiment.policy.abstract())),
     programs=list(trace.programs),
   )
-  for name in names or trace.programs:
+  for name in select(trace.programs, names):
     program = trace.programs[name]
     yield {"program": name}
     start = time.monotonic()

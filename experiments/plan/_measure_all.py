@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.plan._request import Request
@@ -28,7 +30,7 @@ def measure_all(request: Request, limit: float, names: tuple[str, ...] = ()) -> 
   Args:
     request: the run to plan.
     limit: the seconds that each program may take.
-    names: the programs; none for all.
+    names: the programs, or first words of their names; none for all.
 
   Raises:
     ValueError: if the run cannot be built; with the child's last words.
@@ -48,8 +50,13 @@ def measure_all(request: Request, limit: float, names: tuple[str, ...] = ()) -> 
         results[current] = message
       else:
         head = message
-    left = [name for name in names or head["programs"] if name not in results]
+    left = [name for name in select(head["programs"], names) if name not in results]
   return head, results
+
+
+def select(programs: Iterable[str], names: Sequence[str]) -> list[str]:
+  """Returns the programs whose names, or first words of them, are among `names`; all if there are none."""
+  return [name for name in programs if not names or name in names or name.partition(" ")[0] in names]
 
 
 def _messages(request: Request, names: list[str], limit: float) -> Iterator[dict[str, Any]]:

@@ -98,59 +98,47 @@ class Plan:
     return "yes" if program.needed <= self.hbm else "no"
 
 
+#: The programs of a weight push. Which arrays they take together depends on the depth; their compilation takes seconds.
+_PUSH = ("stage", "gather")
+
+
 def make_plan(request: Request, limit: float, depths: tuple[int, int] | None = None) -> Plan:
   """Makes the plan of a run.
 
   Args:
     request: the run and the devices.
     limit: the seconds that the compilation of a program may take.
-    depths: two numbers of layers to compile with, from which the figures of all layers follow; `None` compiles the
-      model as it is.
+    depths: two numbers of layers to compile with, from which the figures of all layers follow, other than those of the
+      weight push, which is compiled as it is; `None` compiles everything as it is.
 
   Raises:
     ValueError: if the run cannot be built; with the reason.
   """
   if depths is None:
     head, results = measure_all(request, limit)
-    return _assemble(request, head, [results], (head["layers"],))
-  heads, found = [], []
-  for depth in depths:
-    head, results = measure_all(dataclasses.replace(request, layers=depth), limit)
-    heads.append(head)
-    found.append(results)
-  wanted = _layers_of(request)
-  head = heads[0] | {
-    "layers": wanted,
-    "parameters": round(_along(heads[0]["parameters"], heads[1]["parameters"], depths, wanted)),
-    "resident": {
-      side: {kind: _along(size, heads[1]["resident"][side][kind], depths, wanted) for kind, size in kinds.items()}
-      for side, kinds in heads[0]["resident"].items()
-    },
-    "cache_reads": {
-      backend: _along(read, heads[1]["cache_reads"][backend], depths, wanted)
-      for backend, read in heads[0]["cache_reads"].items()
-    },
-  }
-  return _assemble(request, head, found, depths)
-
-
-def _layers_of(request: Request) -> int:
-  from async_rl import models
-
-  if request.layers is not None:
-    return request.layers
-  return models.named(request.model).num_layers if request.model else request.experiment().policy.config.num_layers
+    return _assemble(request, head, {(head["layers"],): [results]})
+  head, push = measure_all(request, limit, _PUSH)
+  others = tuple(name for name in head["programs"] if name not in push)
+  shallow = [measure_all(dataclasses.replace(request, layers=depth), limit, others)[1] for depth in depths]
+  return _assemble(request, head, {(head["layers"],): [push], depths: shallow})
 
 
 def _along(a: float, b: float, depths: tuple[int, int], wanted: int) -> float:
   return a + (b - a) * (wanted - depths[0]) / (depths[1] - depths[0])
 
 
-def _assemble(request: Request, head: dict[str, Any], found: list[dict[str, Any]], depths: tuple[int, ...]) -> Plan:
+def _assemble(request: Request, head: dict[str, Any], measured: dict[tuple[int, ...], list[dict[str, Any]]]) -> Plan:
+  """Returns the plan of what was measured.
+
+  Args:
+    request: the run and the devices.
+    head: what stays in memory, and the names of the programs.
+    measured: the results by program, with each of one or two numbers of layers.
+  """
   plan = Plan(
     request,
     head["layers"],
-    depths if depths != (head["layers"],) else (),
+    next((depths for depths in measured if len(depths) == 2), ()),
     head["parameters"],
     head["meshes"],
     head["hosts"],
@@ -161,12 +149,16 @@ def _assemble(request: Request, head: dict[str, Any], found: list[dict[str, Any]
     head["samplers"],
     head["engines"],
   )
-  decoding = [results.get("decode", {}) for results in found]
-  if all("costs" in x for x in decoding):
+  found = {
+    name: ([results[name] for results in all_results], depths)
+    for depths, all_results in measured.items()
+    for name in all_results[0]
+    if all(name in results for results in all_results)
+  }
+  decoding, depths = found.get("decode", ([], ()))
+  if decoding and all("costs" in x for x in decoding):
     _fill_up(plan, [(x["costs"]["arguments"], x["resident"]) for x in decoding], depths)
-  for name in head["programs"]:
-    if all(name in results for results in found):
-      plan.programs.append(_program(plan, name, [results[name] for results in found], depths))
+  plan.programs.extend(_program(plan, name, *found[name]) for name in head["programs"] if name in found)
   return plan
 
 

@@ -56,6 +56,15 @@ def test_a_run_that_cannot_fit_is_refused_with_remedies(in_this_process, capsys)
   assert "too many" in line
   assert "--fsdp 2 saves about" in line
   assert "--lora-rank 16" in line
+  gathers = [line for line in text.splitlines() if line.startswith("gather ")]
+  assert len(gathers) == 13  # the large arrays of all 64 layers one by one; those of two layers would go together
+
+
+def test_programs_are_chosen_by_the_first_words_of_their_names():
+  programs = ["step", "gather 0", "gather 1", "decode"]
+  assert _measure_all.select(programs, ("decode", "gather")) == ["gather 0", "gather 1", "decode"]
+  assert _measure_all.select(programs, ("gather 1",)) == ["gather 1"]
+  assert _measure_all.select(programs, ()) == programs
 
 
 @pytest.mark.parametrize(
