@@ -21,6 +21,9 @@ from async_rl._monitor import Monitor
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
+#: Seconds that a batch waits to be filled: texts come in one by one, and a batch costs the same however few it has.
+_FILL_SECONDS = 3e-3
+
 
 class TextLimits(NamedTuple):
   """Maximum numbers of tokens of a prompt and of a completion, the end token included."""
@@ -151,6 +154,7 @@ class RewardModelScorer:
       with self._monitor:
         if not self._monitor.wait_for(lambda: any(self._waiting.values())):
           return
+        self._monitor.wait_for(lambda: any(len(q) >= self._rows for q in self._waiting.values()), _FILL_SECONDS)
         length, queue = max(self._waiting.items(), key=lambda item: len(item[1]))
         jobs = [queue.popleft() for _ in range(min(self._rows, len(queue)))]
       jobs = [job for job in jobs if job.future.set_running_or_notify_cancel()]

@@ -225,6 +225,8 @@ class Output:
   keep: int = 2
   #: Log to Weights & Biases too (needs `wandb`).
   wandb: bool = False
+  #: Draw the curves to report.png at the end.
+  picture: bool = True
   #: Start over in a folder that already holds a run, which is deleted.
   overwrite: bool = False
 

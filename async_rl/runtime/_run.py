@@ -83,7 +83,7 @@ def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
       folder.discard_replaced()
     with hosts.stop.deferred():
       ended_early = _run_to_the_end(session)
-    if hosts.first:
+    if hosts.first and output.picture:
       write_report(folder)
   accuracy = session.host_state.accuracy
   before, after = (accuracy[min(accuracy)], accuracy[max(accuracy)]) if accuracy else (None, None)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
+import pathlib
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +20,8 @@ from async_rl import models
 from async_rl import sampling
 from async_rl import tasks
 from async_rl._paths import Path
+from async_rl._paths import as_path
+from async_rl._paths import make_folder
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._checkpoint import processes_of
@@ -79,6 +84,9 @@ def abstract_policy(run: StageInputs) -> models.Params:
 class KeptStage:
   """A stage whose parameters are made once and kept in a folder, from where later runs restore them.
 
+  Of several runs that begin together, one makes them and the others wait; in a bucket, which has no such locks, start
+  the first run alone.
+
   Attributes:
     stage: the stage that makes the parameters.
     folder: the folder that keeps them.
@@ -103,7 +111,22 @@ class KeptStage:
       "task": {name: str(value) for name, value in dataclasses.asdict(task).items()},
       "options": dict(self.options),
     }
-    return restore_or_make(self.folder, self.abstract(run), fingerprint, lambda: self.stage(run))
+    with _one_run_at_a_time(as_path(self.folder), run.hosts):
+      return restore_or_make(self.folder, self.abstract(run), fingerprint, lambda: self.stage(run))
+
+
+@contextlib.contextmanager
+def _one_run_at_a_time(folder: Path, hosts: Hosts) -> Iterator[None]:
+  """Waits until no other run is here with the same local folder; the file that is locked lies beside it."""
+  with contextlib.ExitStack() as stack:
+
+    def lock() -> None:
+      if hosts.first and isinstance(folder, pathlib.Path):
+        make_folder(folder.parent)
+        fcntl.flock(stack.enter_context(folder.with_name(f"{folder.name}.lock").open("a")), fcntl.LOCK_EX)
+
+    hosts.agree(lock)
+    yield
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Reward models: what they learn, their scorer, and runs that are rewarded by one."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import shutil
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from async_rl import models
 from async_rl import recording
 from async_rl import runtime
 from async_rl import tasks
+from async_rl.rollout import _scorer
 from async_rl.runtime import _reward_model_stage
 from async_rl.types import LENGTH
 from async_rl.types import STOP
@@ -98,6 +101,20 @@ def test_values_are_those_of_one_text_alone_whatever_stands_beside_it(stage):
   expected = [direct_value(stage, params, prompt.text, text) for text in texts[:8]]
   np.testing.assert_allclose(found[0][:8], expected, atol=1e-5)
   assert len(set(found[0])) > 10
+
+
+def test_texts_that_come_one_by_one_are_scored_together(stage, monkeypatch):
+  monkeypatch.setattr(_scorer, "_FILL_SECONDS", 60.0)
+  batches, prompt = [], Prompt(0, "aBCd:", None)
+  with runtime.make_scorer(stage, random_values(stage), rows=4) as scorer:
+    values = scorer._values
+    monkeypatch.setattr(scorer, "_values", lambda texts, length: batches.append(len(texts)) or values(texts, length))
+    futures = []
+    for _ in range(4):
+      futures.append(scorer.submit(prompt, "BC", STOP))
+      time.sleep(0.02)  # time for the thread to take it
+    concurrent.futures.wait(futures, timeout=30)
+  assert batches == [4]
 
 
 def test_shapes_are_compiled_once(stage):
@@ -199,6 +216,21 @@ def test_a_reward_model_learns_the_comparisons_and_is_kept(stage, tmp_path):
   assert values.std() == pytest.approx(1.0, abs=1e-3)
   with pytest.raises(recording.CheckpointError, match="steps: 150 -> 151"):
     keep(never, {"steps": 151})(stage)
+
+
+def test_of_runs_that_begin_together_one_makes_a_kept_stage(stage, tmp_path):
+  made = []
+
+  def make(run):
+    made.append(run)
+    time.sleep(0.3)  # time for the other to look
+    return run.learner.init(jax.random.key(len(made))).params
+
+  kept = runtime.KeptStage(make, str(tmp_path / "stages" / "first"), {})
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first, second = pool.map(kept, [stage, stage])
+  assert len(made) == 1
+  jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_a_stage_without_parameters_has_nothing_to_keep(stage, tmp_path):
