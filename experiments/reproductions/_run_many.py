@@ -8,6 +8,7 @@ import os
 import pathlib
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -38,7 +39,11 @@ class Outcome(NamedTuple):
 
 
 def run_many(
-  work: Callable[[Any], Any], jobs: Sequence[Any], workers: int = 1, seconds: float = math.inf
+  work: Callable[[Any], Any],
+  jobs: Sequence[Any],
+  workers: int = 1,
+  seconds: float = math.inf,
+  cores: Sequence[int] | None = None,
 ) -> Iterator[Outcome]:
   """Yields the outcome of every job when it ends.
 
@@ -50,18 +55,23 @@ def run_many(
 
   Args:
     work: the function that does a job; like the jobs and results, it is pickled: define it in a module.
-    jobs: the jobs, the most urgent first.
+    jobs: the jobs, the most urgent first. Those of a deque leave it when they begin, and the caller may change those
+      that are left between two outcomes, as where jobs follow from results.
     workers: the number of processes.
     seconds: the time until the processes are ended.
+    cores: a CPU core for each process to keep to, so that it has no second thread that computes; `None` lets the system
+      place them.
   """
-  end, waiting, shortest = time.monotonic() + seconds, list(reversed(jobs)), 0.0
+  end, shortest = time.monotonic() + seconds, 0.0
+  waiting = jobs if isinstance(jobs, deque) else deque(jobs)
   running: list[_Worker] = []
   try:
-    running = [_Worker(work, workers) for _ in range(min(workers, len(waiting)))]
+    count = workers if waiting is jobs else min(workers, len(waiting))
+    running = [_Worker(work, workers, cores and cores[i]) for i in range(count)]
     while True:
       for worker in running:
         if worker.job is None and waiting and end - time.monotonic() > shortest:
-          worker.begin(waiting.pop())
+          worker.begin(waiting.popleft())
       busy = {worker.pipe: worker for worker in running if worker.job is not None}
       left = end - time.monotonic()
       if not busy or left <= 0:
@@ -70,7 +80,7 @@ def run_many(
         worker = busy[pipe]  # type: ignore[index]
         outcome = worker.finish()
         if outcome is None:
-          running[running.index(worker)] = _Worker(work, workers)
+          running[running.index(worker)] = _Worker(work, workers, worker.core)
           outcome = Outcome(worker.job, None, f"its process died with status {worker.status}", worker.seconds)
         elif not outcome.error:
           shortest = min(shortest or math.inf, outcome.seconds)
@@ -91,11 +101,12 @@ def keep_programs(folder: pathlib.Path) -> None:
 class _Worker:
   """A process and the job that it has."""
 
-  def __init__(self, work: Callable[[Any], Any], workers: int):
+  def __init__(self, work: Callable[[Any], Any], workers: int, core: int | None):
     context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not survive
     self.pipe, other = context.Pipe()
     self.job: Any = None
-    self.process = context.Process(target=_serve, args=(other, work, _MEMORY / workers))
+    self.core = core
+    self.process = context.Process(target=_serve, args=(other, work, _MEMORY / workers, core))
     self.process.start()
     other.close()
 
@@ -125,8 +136,10 @@ class _Worker:
     return self.process.exitcode
 
 
-def _serve(pipe: connection.Connection, work: Callable[[Any], Any], memory: float) -> None:
+def _serve(pipe: connection.Connection, work: Callable[[Any], Any], memory: float, core: int | None) -> None:
   """Does one job after another, until there is none left."""
+  if core is not None:  # JAX has a thread for each core that the process may use when it first computes
+    os.sched_setaffinity(0, {core})
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{memory:.3f}")  # JAX reads it when it first needs the GPU
   while (job := pipe.recv()) is not None:
     began, result, error = time.monotonic(), None, ""

@@ -1,6 +1,8 @@
 """Many runs in several processes, within a time; the jobs are expressions, which `eval` does."""
 
+import os
 import time
+from collections import deque
 
 from experiments.reproductions._run_many import run_many
 
@@ -22,3 +24,14 @@ def test_at_the_end_of_the_time_what_runs_is_ended_and_nothing_begins_that_would
   outcomes = list(run_many(eval, jobs, workers=2, seconds=3.9))
   assert [outcome.job for outcome in outcomes] == jobs[:1]
   assert time.monotonic() - began < 30
+
+
+def test_jobs_that_follow_from_results_are_done_each_process_on_its_core():
+  core, jobs = max(os.sched_getaffinity(0)), deque(["1 + 1"])
+  results = []
+  for outcome in run_many(eval, jobs, cores=[core]):
+    results.append(outcome.result)
+    if len(results) == 1:
+      jobs += ["__import__('os').sched_getaffinity(0)"]
+  assert results == [2, {core}]
+  assert not jobs
