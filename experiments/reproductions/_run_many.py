@@ -67,7 +67,7 @@ def run_many(
   running: list[_Worker] = []
   try:
     count = workers if waiting is jobs else min(workers, len(waiting))
-    running = [_Worker(work, workers, cores and cores[i]) for i in range(count)]
+    running = [_Worker(work, workers, None if cores is None else cores[i]) for i in range(count)]
     while True:
       for worker in running:
         if worker.job is None and waiting and end - time.monotonic() > shortest:

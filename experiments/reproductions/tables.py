@@ -17,10 +17,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from experiments.reproductions import _async_rlhf_plan as rlhf_plans
+from experiments.reproductions import _async_rlhf_report as rlhf_reports
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
-from experiments.reproductions import async_rlhf
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
@@ -70,9 +71,9 @@ def gac_words() -> maps.Map:
 
 
 @functools.cache
-def looks(name: str = "async_rlhf") -> list[async_rlhf.Look]:
+def looks(name: str = "async_rlhf") -> list[rlhf_plans.Look]:
   """Returns the measurements of a study of off-policy RLHF."""
-  return async_rlhf.read(reports.RESULTS / f"{name}.csv")
+  return rlhf_plans.read(reports.RESULTS / f"{name}.csv")
 
 
 def counts(study: paired.Study) -> str:
@@ -157,11 +158,11 @@ TABLES: dict[str, Callable[[], str]] = {
   "gac, words": lambda: gac_words().differences(),
   "gac, words, thresholds": lambda: gac_words().thresholds(),
   "gac, words, choices": lambda: gac_words().choices(),
-  "rlhf": lambda: async_rlhf.table(looks()),
-  "rlhf, more rounds": lambda: async_rlhf.differences_to_one_round(looks()),
-  "rlhf, ppo": lambda: async_rlhf.table(looks("async_rlhf_ppo")),
-  "rlhf, more rounds, ppo": lambda: async_rlhf.differences_to_one_round(looks("async_rlhf_ppo")),
-  "rlhf, methods": lambda: async_rlhf.differences_to_method(looks(), "online_dpo"),
+  "rlhf": lambda: rlhf_reports.table(looks()),
+  "rlhf, more rounds": lambda: rlhf_reports.differences_to_one_round(looks()),
+  "rlhf, ppo": lambda: rlhf_reports.table(looks("async_rlhf_ppo")),
+  "rlhf, more rounds, ppo": lambda: rlhf_reports.differences_to_one_round(looks("async_rlhf_ppo")),
+  "rlhf, methods": lambda: rlhf_reports.differences_to_method(looks(), "online_dpo"),
 }
 
 
