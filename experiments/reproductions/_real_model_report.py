@@ -125,9 +125,13 @@ def sign_table(runs: Runs, column: str) -> str:
     by_seed = np.array([[mean_of_period(runs[run], column, period) for period in between] for run in same])
     seen = ~np.isnan(by_seed)
     means = np.where(seen, by_seed, 0.0).sum(axis=0) / np.maximum(seen.sum(axis=0), 1)
-    cells = [number(mean) if any_seen else "" for mean, any_seen in zip(means, seen.any(axis=0))]
+    cells = [_signed(mean) if any_seen else "" for mean, any_seen in zip(means, seen.any(axis=0))]
     rows.append([f"{lag}", method, f"{rate:g}", *cells])
   return grid([f"{SIGNS[column]}", "", "rate", *(f"steps {a}–{b}" for a, b in between)], rows)
+
+
+def _signed(x: float) -> str:
+  return ("−" if round(x, 3) < 0 else "") + number(abs(x), 3)
 
 
 def warnings(runs: Runs) -> str:
@@ -165,6 +169,8 @@ def draw(runs: Runs, file: pathlib.Path) -> None:
   figure, panels = plt.subplots(
     len(rows), len(lags), figsize=(3.6 * len(lags) + 0.8, 7.5), sharex=True, sharey="row", squeeze=False
   )
+  for axis, lag in zip(panels[0], lags):
+    axis.set_title(f"lag {lag}")
   for axes, column in zip(panels, rows):
     for axis, lag in zip(axes, lags):
       for run in (run for run in runs if run.lag == lag):
@@ -172,7 +178,6 @@ def draw(runs: Runs, file: pathlib.Path) -> None:
         style = ("-", "--", ":")[min(rates.index(run.rate), 2)]
         values = list(points.values()) if column == "accuracy" else _smooth(list(points.values()))
         axis.plot(list(points), values, style, color=f"C{methods.index(run.method)}", linewidth=1)
-      axis.set_title(f"lag {lag}" if axes is panels[0] else "")
     axes[0].set_ylabel({"accuracy": "accuracy, held-out problems", **SIGNS}[column], fontsize=8)
   for i, method in enumerate(methods):
     panels[0][0].plot([], [], color=f"C{i}", label=method)

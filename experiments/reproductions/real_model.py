@@ -58,7 +58,7 @@ class Command:
   def make(self, wanted: Sequence[Run]) -> None:
     """Makes those of the runs that are not done, in their order, and writes the results after each."""
     missing = [run for run in wanted if not self.done(run)]
-    if not missing:
+    if not missing or not self._left():
       return
     if not self._has_start:
       for outcome in run_many(self._study.make_start, missing[:1], 1, self._left()):

@@ -107,5 +107,5 @@ def test_tables_show_ends_collapses_and_their_signs():
   assert lines[2] == "| 0 | no correction (sync) | 0.0001 | .200 | .300 ± .020 | .300 at 4 | – |"
   assert lines[3] == "| 8 | no correction | 0.0001 | .200 | .040 ± .020 | .050 at 4, .030 at 4 | by 4, by 2 |"
   assert lines[4].endswith("| .250 at 4 | – |")
-  assert "| 8 | no correction | 0.0001 | .45 | .15 |" in reports.sign_table(runs, "ess")
+  assert "| 8 | no correction | 0.0001 | .450 | .150 |" in reports.sign_table(runs, "ess")
   assert "| ESS of the sequences' weights | +1.00 (3) |" in reports.warnings(runs)  # of the stale runs
