@@ -76,20 +76,20 @@ class SharedCache(SlotCache):
 
   def prompts(self, samples: Sequence[Sample | None]) -> SharedPrompts:
     """Returns the prompts and which rows share them."""
-    rows, group = self.shape[0], self._programs.config.group_size
-    each, prompts_each = rows // self._programs.shards, self.prompt_count // self._programs.shards
+    slots, shards, group = self.slots, self._programs.shards, self._programs.config.group_size
+    live = [(row, sample) for row, slot in enumerate(slots.tolist()) if (sample := samples[slot]) is not None]
+    rows = np.array([row for row, _ in live])
+    members = np.array([sample.index for _, sample in live])
+    counts = np.array([len(sample.prompt) - 1 for _, sample in live])
+    prompts = self._global(slots[rows])
+    each = self.shape[0] // shards
     lengths = np.zeros(self.prompt_count, np.int32)
-    members = np.full((self.prompt_count, group), each, np.int32)
-    places, starts = np.zeros((2, rows), np.int32)
-    slots = self.slots
-    for row, (slot, prompt) in enumerate(zip(slots, self._global(slots), strict=True)):
-      sample = samples[slot]
-      if sample is None:
-        continue
-      starts[row] = lengths[prompt] = len(sample.prompt) - 1
-      members[prompt, sample.index] = row % each
-      places[row] = prompt % prompts_each * group + sample.index
-    return SharedPrompts(self._prompt_layers, *jax.device_put((lengths, members, places, starts), self._programs.rows))
+    table = np.full((self.prompt_count, group), each, np.int32)
+    places, starts = np.zeros((2, self.shape[0]), np.int32)
+    lengths[prompts] = starts[rows] = counts
+    table[prompts, members] = rows % each
+    places[rows] = prompts % (self.prompt_count // shards) * group + members
+    return SharedPrompts(self._prompt_layers, *jax.device_put((lengths, table, places, starts), self._programs.rows))
 
   def _resize_prompts(self, live: np.ndarray) -> None:
     """Takes the smallest number of prompts that there is a program for; they are numbered anew if it changes."""
