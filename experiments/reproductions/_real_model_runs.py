@@ -110,6 +110,7 @@ SIZES: Mapping[str, Any] = types.MappingProxyType(
     steps=96, groups=16, samples=8, slots=128, max_prompt_tokens=192, max_completion_tokens=128, skip_bad_prompts=True,
     prefill_tokens=3072, length_buckets=1, slot_buckets=2, rows=8, row_tokens=1024, reward_workers=0,
     supervised_steps=125, eval_every=16, eval_prompts=1319, eval_temperature=None, keep=1,
+    picture=False,
   )
 )  # fmt: skip
 #: The same for a run of seconds.

@@ -17,6 +17,9 @@ import functools
 import pathlib
 import shutil
 import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 
 from experiments.reproductions import _real_model_report as reports
@@ -44,6 +47,9 @@ class Command:
     results: the folder of the csv file, the tables and the figure.
     workers: the number of processes.
     seconds: the budget.
+
+  Attributes:
+    runs: what is known of runs.
   """
 
   def __init__(self, study: Study, results: pathlib.Path, workers: int, seconds: float):
@@ -52,29 +58,51 @@ class Command:
     self._workers = workers
     self._began = time.monotonic()
     self._end = self._began + seconds
-    self._has_start = False
+    self._wanted: list[Run] = []
     self.runs = reports.read(self._file)
 
-  def make(self, wanted: Sequence[Run]) -> None:
-    """Makes those of the runs that are not done, in their order, and writes the results after each."""
-    missing = [run for run in wanted if not self.done(run)]
-    if not missing or not self._left():
+  def make(self, rates: Sequence[float], plan_at: Callable[[float], Iterable[Run]], lag: int) -> None:
+    """Makes the runs that are not done, in their order, and writes the results after each.
+
+    Args:
+      rates: the learning rates to choose from. If there are several, sync comes first with each, on seed 0, and one
+        run without a correction at the lowest, which is of use whatever is chosen.
+      plan_at: the runs at the rate that is chosen.
+      lag: the lag of the run without a correction.
+    """
+    pilots = [*(Run(SYNC, 0, 0, rate) for rate in rates), Run(SYNC, lag, 0, min(rates))] if len(rates) > 1 else []
+    jobs: deque[Run] = deque()
+    self._want(pilots, jobs)
+    planned = self._plan(rates, plan_at, jobs)
+    if not jobs:
       return
-    if not self._has_start:
-      for outcome in run_many(self._study.make_start, missing[:1], 1, self._left()):
-        self._say(outcome, "start")
-        self._has_start = not outcome.error
-      if not self._has_start:
-        raise RuntimeError("there is no start for the runs; see above, or allow more time")
-    for outcome in run_many(self._study.make_run, missing, self._workers, self._left()):
+    for outcome in run_many(self._study.make_start, [jobs[0]], 1, self._left()):
+      self._say(outcome, "start")
+      if outcome.error:
+        raise RuntimeError("there is no start for the runs; see above")
+    for outcome in run_many(self._study.make_run, jobs, self._workers, self._left()):
       self._say(outcome, outcome.job.folder)
       if not outcome.error:
         self.runs[outcome.job] = outcome.result
         reports.write(self.runs, self._file)
-    for run in missing:  # those that the time cut off
+      planned = planned or self._plan(rates, plan_at, jobs)
+    for run in self._wanted:  # what there is of those that the time cut off
       if not self.done(run) and (steps := read_steps(self._study.run_dir(run) / "metrics.jsonl")):
         self.runs[run] = steps
     reports.write(self.runs, self._file)
+
+  def _plan(self, rates: Sequence[float], plan_at: Callable[[float], Iterable[Run]], jobs: deque[Run]) -> bool:
+    """Adds the runs at the best rate to the jobs; returns whether it is known."""
+    rate = self.best_rate(rates)
+    if rate is not None:
+      print(f"the learning rate is {rate:g}", flush=True)
+      self._want(plan_at(rate), jobs)
+    return rate is not None
+
+  def _want(self, runs: Iterable[Run], jobs: deque[Run]) -> None:
+    missing = [run for run in runs if not self.done(run) and run not in self._wanted]
+    self._wanted += missing
+    jobs.extend(missing)
 
   def best_rate(self, rates: Sequence[float]) -> float | None:
     """Returns the rate with which sync of seed 0 earned the most in the end; `None` while one is missing."""
@@ -137,14 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = dict(SMOKE if options.smoke else SIZES) | ({"steps": options.steps} if options.steps else {})
     study = Study(folder, options.gsm8k_folder, options.weights, sizes)
     command = Command(study, results, options.workers, options.budget_s)
-    wanted = functools.partial(plan, options.lags, options.methods, options.seeds)
-    if len(options.rates) > 1:
-      stale = [Run(SYNC, max(options.lags), 0, min(options.rates))] if SYNC in options.methods else []
-      command.make([*(Run(SYNC, 0, 0, rate) for rate in options.rates), *stale])
-    rate = command.best_rate(options.rates)
-    if rate is not None:
-      print(f"the learning rate is {rate:g}", flush=True)
-      command.make(list(wanted(rate)))
+    plan_at = functools.partial(plan, options.lags, options.methods, options.seeds)
+    command.make(options.rates, plan_at, max(options.lags))
     if (folder / "runs").exists() and not any((folder / "runs").iterdir()):
       shutil.rmtree(folder / "runs")
   try:

@@ -1,6 +1,8 @@
 """The study of a real model: its command on tiny weights, its plan, and what it makes of runs."""
 
+import functools
 import pathlib
+from collections import deque
 
 import pytest
 from tiny_weights import chatting_weights
@@ -16,7 +18,10 @@ GSM8K = pathlib.Path(__file__).parents[1] / "data" / "gsm8k"
 
 def in_this_process(work, jobs, workers, seconds):
   """Stands in for `run_many`, whose processes would compile everything again."""
-  yield from (Outcome(job, work(job), "", 1.0) for job in jobs)
+  jobs = jobs if isinstance(jobs, deque) else deque(jobs)
+  while jobs:
+    job = jobs.popleft()
+    yield Outcome(job, work(job), "", 1.0)
 
 
 @pytest.mark.usefixtures("two_devices")
@@ -69,14 +74,31 @@ def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
   assert list(study.plan((0,), ["TOPR"], seeds=1, rate=1e-4)) == [study.Run("no correction", 0, 0, 1e-4)]
 
 
-def test_the_rate_is_that_with_which_sync_earns_most_in_the_end(tmp_path):
-  command = real_model.Command(study.Study(tmp_path, "", sizes={"steps": 8}), tmp_path, 1, 1.0)
-  rewards = {1e-5: [0.5] * 6 + [0.2] * 2, 1e-4: [0.1] * 6 + [0.3] * 2}
-  for rate, values in rewards.items():
-    assert command.best_rate(list(rewards)) is None
-    command.runs[study.Run("no correction", 0, 0, rate)] = {i + 1: {"reward": v} for i, v in enumerate(values)}
-  assert command.best_rate(list(rewards)) == 1e-4
-  assert command.best_rate([2e-5]) == 2e-5  # there is nothing to choose
+class Pretended(study.Study):
+  """Makes no runs; with the rate .1 they earn more at first, with .2 in the end."""
+
+  def make_start(self, run):
+    pass
+
+  def make_run(self, run):
+    self.made.append(run)
+    values = [0.5] * 6 + [0.2] * 2 if run.rate == 0.1 else [0.1] * 6 + [0.3] * 2
+    return {i + 1: {"reward": value} for i, value in enumerate(values)}
+
+
+def test_the_runs_have_the_rate_with_which_sync_earns_most_in_the_end(tmp_path, monkeypatch):
+  monkeypatch.setattr(real_model, "run_many", in_this_process)
+  monkeypatch.setattr(Pretended, "made", [], raising=False)
+  plan_at = functools.partial(study.plan, (0, 8), ["no correction", "TOPR"], 1)
+  for limit in (8, 9):  # the second command asks for more steps, so that nothing is done
+    Pretended.made.clear()
+    command = real_model.Command(Pretended(tmp_path, "", sizes={"steps": limit}), tmp_path, 1, 60.0)
+    command.make([0.1, 0.2], plan_at, 8)
+    pilots = [("no correction", 0, 0, 0.1), ("no correction", 0, 0, 0.2), ("no correction", 8, 0, 0.1)]
+    assert Pretended.made[:3] == pilots
+    assert Pretended.made[3:] == ([("no correction", 8, 0, 0.2), ("TOPR", 8, 0, 0.2)] if limit == 8 else [])
+  assert command.best_rate([0.3]) == 0.3  # there is nothing to choose
+  assert set(reports.read(tmp_path / "real_model.csv")) == set(command.runs)
 
 
 def test_a_run_that_diverged_is_done(tmp_path):
