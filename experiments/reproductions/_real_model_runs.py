@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import pathlib
 import shutil
+import sys
 import types
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -226,8 +226,13 @@ class Study:
   def make_run(self, run: Run) -> Steps:
     """Makes a run, or goes on with it; returns its metrics. Its folder, of gigabytes, goes."""
     keep_programs(self.folder / "compiled")
-    with contextlib.suppress(runtime.Diverged):
+    try:
       runtime.train(self.experiment(run))
+    except runtime.Diverged as error:
+      print(error, flush=True)
+    except runtime.Interrupted as stop:  # the end of the time; the process needs no traceback
+      print(stop, flush=True)
+      sys.exit(stop.status)
     found = read_steps(self.run_dir(run) / "metrics.jsonl")
     shutil.rmtree(self.run_dir(run))
     return found
