@@ -134,6 +134,7 @@ class Experiment:
       seed=training.seed,
       length_buckets=rollout.length_buckets,
       slot_buckets=rollout.slot_buckets,
+      shared_prompts=rollout.shared_prompts,
       prefill_tokens=rollout.prefill_tokens,
     )
 

@@ -72,6 +72,14 @@ def test_override_sets_options_in_their_parts_and_leaves_the_rest():
   )
 
 
+def test_the_sampler_draws_as_the_options_of_the_rollout_say():
+  given: dict = dict(
+    temperature=0.5, on_update="recompute", slots=12, prefill_tokens=99, length_buckets=3, slot_buckets=2
+  )
+  config = tiny(decode_chunk=3, shared_prompts=True, **given).sampler_config
+  assert (given | dict(chunk=3, shared_prompts=True)).items() <= dataclasses.asdict(config).items()
+
+
 def test_values_that_are_only_valid_together_can_be_set_together():
   assert tiny(slots=16, samples=16).options.training.samples == 16
 
