@@ -1,4 +1,4 @@
-"""What the runs of a real model say: accuracy by lag and method, collapses, and what was to be seen before them."""
+"""What the runs of a real model say: accuracy by update, differences at the end, and what was to be seen before."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ import itertools
 import math
 import pathlib
 from collections.abc import Mapping
-from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
 
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import number
+from experiments.reproductions._lag_sweep_table import rate_text
 from experiments.reproductions._real_model_runs import COLUMNS
+from experiments.reproductions._real_model_runs import SYNC
 from experiments.reproductions._real_model_runs import Run
 from experiments.reproductions._real_model_runs import Steps
 
 Runs = Mapping[Run, Steps]
-#: The signs of a collapse that the tables show, in words.
+#: The number of test problems, each of which has one sample in an evaluation.
+PROBLEMS = 440
+#: The run that others are compared with, of the same rate and seed at the largest lag.
+BEST = "TOPR"
+#: What may tell of a collapse, in words.
 SIGNS = {
-  "ess": "ESS of the sequences' weights",
+  "reward": "reward of the batches",
+  "ess": "ESS of sequences",
+  "token_ess": "ESS of tokens",
   "cosine": "cosine to the gradient before",
-  "entropy": "entropy of a token",
   "gradient": "norm of the gradient",
+  "length": "tokens a sample",
 }
 
 
 def read(file: pathlib.Path) -> dict[Run, Steps]:
-  """Returns the runs of a csv file that `write` wrote; none if it is missing."""
+  """Returns the runs of a csv file that `write` wrote, by lag; none if it is missing."""
   found: dict[Run, Steps] = {}
   if not file.exists():
     return found
@@ -38,7 +45,7 @@ def read(file: pathlib.Path) -> dict[Run, Steps]:
       run = Run(row["method"], int(row["lag_bound"]), int(row["seed"]), float(row["rate"]))
       values = {name: float(row[name]) for name in COLUMNS if row.get(name)}
       found.setdefault(run, {})[int(row["step"])] = values
-  return found
+  return dict(sorted(found.items(), key=lambda item: (item[0].lag, item[0].seed)))
 
 
 def write(runs: Runs, file: pathlib.Path) -> None:
@@ -55,144 +62,165 @@ def write(runs: Runs, file: pathlib.Path) -> None:
   partial.replace(file)
 
 
-def evaluations(steps: Steps) -> dict[int, tuple[float, float]]:
-  """Returns accuracy and half of its 95 % interval over problems by step."""
-  return {step: (row["accuracy"], row["half_interval"]) for step, row in sorted(steps.items()) if "accuracy" in row}
+def accuracies(steps: Steps) -> dict[int, float]:
+  """Returns the accuracy by step."""
+  return {step: row["accuracy"] for step, row in sorted(steps.items()) if "accuracy" in row}
+
+
+def last_accuracy(steps: Steps) -> float:
+  """Returns the accuracy of the last evaluation, NaN without one."""
+  return list(accuracies(steps).values())[-1] if accuracies(steps) else math.nan
 
 
 def collapse(steps: Steps) -> int | None:
   """Returns the step of the first evaluation with less than half of the start's accuracy, `None` without one."""
-  seen = evaluations(steps)
-  start = seen[0][0] if 0 in seen else math.nan
-  return next((step for step, (accuracy, _) in seen.items() if accuracy < start / 2), None)
+  seen = accuracies(steps)
+  return next((step for step, accuracy in seen.items() if accuracy < seen.get(0, math.nan) / 2), None)
 
 
-def configurations(runs: Runs) -> dict[tuple[int, str, float], list[Run]]:
-  """Returns the runs of each lag, method and rate, by seed; sorted by lag, in the order of the methods' first runs."""
-  found: dict[tuple[int, str, float], list[Run]] = {}
-  for run in sorted(runs, key=lambda run: (run.lag, run.seed)):
-    found.setdefault((run.lag, run.method, run.rate), []).append(run)
-  return found
+def interval(share: float, comparisons: int = 1) -> tuple[float, float]:
+  """Returns Wilson's 95 % interval of a share of the problems, widened if it is one of several (Bonferroni)."""
+  found = stats.binomtest(round(share * PROBLEMS), PROBLEMS).proportion_ci(1 - 0.05 / comparisons, "wilson")
+  return float(found.low), float(found.high)
 
 
-def table(runs: Runs) -> str:
-  """Returns a row per configuration: accuracy of the start and of the last evaluation, and the collapses.
+def difference(first: float, second: float, comparisons: int = 1) -> tuple[float, float]:
+  """Returns Newcombe's 95 % interval of the difference of two shares of the problems.
 
-  ± is half of the 95 % interval over the problems, the mean over the seeds' runs: they answer the same problems, so
-  that their errors are not independent.
+  It takes them for independent, which is too wide for answers to the same problems.
+
+  References:
+    Newcombe, Interval estimation for the difference between independent proportions, 1998 (method 10)
   """
+  (low, high), (other_low, other_high) = interval(first, comparisons), interval(second, comparisons)
+  middle = first - second
+  return (
+    middle - math.hypot(first - low, other_high - second),
+    middle + math.hypot(high - first, second - other_low),
+  )
+
+
+def accuracy_table(runs: Runs) -> str:
+  """Returns a row per run: the accuracy of every evaluation, and the first that is below half of the start's."""
+  steps = sorted({step for found in runs.values() for step in accuracies(found)})
   rows = []
-  for (lag, method, rate), same in configurations(runs).items():
-    seen = [evaluations(runs[run]) for run in same]
-    ends = [list(each.items())[-1] for each in seen if each]
-    if not ends:
-      continue
-    mean = float(np.mean([accuracy for _, (accuracy, _) in ends]))
-    half = float(np.mean([half for _, (_, half) in ends]))
-    starts = [each[0][0] for each in seen if 0 in each]
-    gone = [collapse(runs[run]) for run in same]
-    rows.append(
-      [
-        f"{lag}",
-        method if lag else f"{method} (sync)",
-        f"{rate:g}",
-        number(float(np.mean(starts)), 3) if starts else "",
-        f"{number(mean, 3)} ± {number(half, 3)}",
-        ", ".join(f"{number(accuracy, 3)} at {step}" for step, (accuracy, _) in ends),
-        ", ".join("–" if step is None else f"by {step}" for step in gone),
-      ]
-    )
-  return grid(["lag", "method", "rate", "start", "end", "each seed", "below half of the start"], rows)
+  for run, found in runs.items():
+    seen, gone = accuracies(found), collapse(found)
+    cells = [number(seen[step], 3) if step in seen else "" for step in steps]
+    rows.append([*_names(run), *cells, "–" if gone is None else f"at {gone}"])
+  return grid([*_NAMES, *("start" if step == 0 else str(step) for step in steps), "below half"], rows)
 
 
-def periods(runs: Runs) -> list[tuple[int, int]]:
-  """Returns the first and last steps of the periods between evaluations."""
-  steps = sorted({step for found in runs.values() for step in evaluations(found)})
-  return [(first + 1, last) for first, last in itertools.pairwise(steps)]
+def end_table(runs: Runs) -> str:
+  """Returns a row per run: accuracy at the end with its interval, its differences to the start and to `BEST`.
+
+  Differences in bold stay clear of 0 when the intervals are widened to hold for all of the table jointly.
+  """
+  largest = max(run.lag for run in runs)
+  pairs = {}
+  for run, steps in runs.items():
+    best = runs.get(Run(BEST, largest, run.seed, run.rate), {})
+    pairs[run] = [accuracies(steps).get(0, math.nan), math.nan if best is steps else last_accuracy(best)]
+  comparisons = sum(not math.isnan(other) for others in pairs.values() for other in others)
+  rows = []
+  for run, others in pairs.items():
+    end = last_accuracy(runs[run])
+    if not math.isnan(end):
+      low, high = interval(end)
+      cells = [_difference(end, other, comparisons) for other in others]
+      rows.append([*_names(run), f"{number(end, 3)} ({number(low, 3)} to {number(high, 3)})", *cells])
+  return grid([*_NAMES, "end", "minus its start", f"minus {BEST} at lag {largest}"], rows)
+
+
+def sign_table(runs: Runs) -> str:
+  """Returns a row per run: means of the signs over the updates before the first, the second and the last evaluation."""
+  steps = sorted({step for found in runs.values() for step in accuracies(found)})
+  periods = list(itertools.pairwise(steps))
+  periods = [*periods[:2], *periods[2:][-1:]]
+  rows = []
+  for run, found in runs.items():
+    cells = []
+    for column in SIGNS:
+      means = (mean_of_period(found, column, period) for period in periods)
+      cells.append(" → ".join(_signed(mean, 1 if column == "length" else 3) for mean in means if not math.isnan(mean)))
+    rows.append([*_names(run), *cells])
+  return grid([*_NAMES, *SIGNS.values()], rows)
 
 
 def mean_of_period(steps: Steps, column: str, period: tuple[int, int]) -> float:
-  """Returns the mean of a column over a period's steps, NaN if the run has none of them."""
-  values = [steps[step][column] for step in range(period[0], period[1] + 1) if column in steps.get(step, {})]
+  """Returns the mean of a column over the steps after the first of the period up to the last, NaN if there is none."""
+  values = [steps[step][column] for step in range(period[0] + 1, period[1] + 1) if column in steps.get(step, {})]
   return float(np.mean(values)) if values else math.nan
 
 
-def sign_table(runs: Runs, column: str) -> str:
-  """Returns a row per configuration: the mean of a column over seeds and steps, by period."""
-  between = periods(runs)
-  rows = []
-  for (lag, method, rate), same in configurations(runs).items():
-    by_seed = np.array([[mean_of_period(runs[run], column, period) for period in between] for run in same])
-    seen = ~np.isnan(by_seed)
-    means = np.where(seen, by_seed, 0.0).sum(axis=0) / np.maximum(seen.sum(axis=0), 1)
-    cells = [_signed(mean) if any_seen else "" for mean, any_seen in zip(means, seen.any(axis=0))]
-    rows.append([f"{lag}", method, f"{rate:g}", *cells])
-  return grid([f"{SIGNS[column]}", "", "rate", *(f"steps {a}–{b}" for a, b in between)], rows)
+_NAMES = ["lag", "method", "rate", "seed"]
 
 
-def _signed(x: float) -> str:
-  return ("−" if round(x, 3) < 0 else "") + number(abs(x), 3)
+def _names(run: Run) -> list[str]:
+  method = f"{run.method} (sync)" if run.method == SYNC and not run.lag else run.method
+  return [str(run.lag), method, rate_text(run.rate), str(run.seed)]
 
 
-def warnings(runs: Runs) -> str:
-  """Returns how well each sign of a period ranks the stale runs by their accuracy at the end (Spearman)."""
-  between = periods(runs)
-  stale = [steps for run, steps in runs.items() if run.lag and evaluations(steps)]
-  ends = np.array([list(evaluations(steps).values())[-1][0] for steps in stale])
-  rows = []
-  for column, words in SIGNS.items():
-    cells = []
-    for period in between[:-1]:
-      values = np.array([mean_of_period(steps, column, period) for steps in stale])
-      there = ~np.isnan(values)
-      tells = there.sum() > 2 and np.ptp(values[there]) > 0 and np.ptp(ends[there]) > 0
-      cells.append(f"{stats.spearmanr(values[there], ends[there]).statistic:+.2f} ({there.sum()})" if tells else "")
-    rows.append([words, *cells])
-  return grid(
-    ["rank correlation with the accuracy at the end (runs)", *(f"steps {a}–{b}" for a, b in between[:-1])], rows
-  )
+def _difference(first: float, second: float, comparisons: int) -> str:
+  if math.isnan(second):
+    return ""
+  low, high = difference(first, second)
+  text = f"{_signed(first - second, plus='+')} ({_signed(low, plus='+')} to {_signed(high, plus='+')})"
+  low, high = difference(first, second, comparisons)
+  return text if low <= 0 <= high else f"**{text}**"
+
+
+def _signed(x: float, digits: int = 3, plus: str = "") -> str:
+  return ("−" if round(x, digits) < 0 else plus) + number(abs(x), digits)
 
 
 def tables(runs: Runs) -> str:
   """Returns all tables."""
-  return "\n\n".join([table(runs), *(sign_table(runs, column) for column in SIGNS), warnings(runs)])
+  return "\n\n".join(table(runs) for table in (accuracy_table, end_table, sign_table))
 
 
 def draw(runs: Runs, file: pathlib.Path) -> None:
-  """Draws accuracy, ESS and the cosine against the step, a column of panels per lag, every run a line."""
+  """Draws accuracy with its intervals, ESS and the cosine by step, a column of panels per lag, every run a line."""
   import matplotlib.pyplot as plt
 
   lags = sorted({run.lag for run in runs})
   methods = list(dict.fromkeys(run.method for run in runs))
   rates = sorted({run.rate for run in runs})
-  rows = ("accuracy", "ess", "cosine")
   figure, panels = plt.subplots(
-    len(rows), len(lags), figsize=(3.6 * len(lags) + 0.8, 7.5), sharex=True, sharey="row", squeeze=False
+    3, len(lags), figsize=(4 * len(lags) + 0.8, 8), sharex=True, sharey="row", squeeze=False, layout="constrained"
   )
+  for run, steps in runs.items():
+    axes = panels[:, lags.index(run.lag)]
+    style = dict(color=f"C{methods.index(run.method)}", linestyle=("-", "--", ":")[min(rates.index(run.rate), 2)])
+    seen = accuracies(steps)
+    shift = 0.7 * methods.index(run.method)  # so that the intervals stand side by side
+    bounds = np.array([interval(accuracy) for accuracy in seen.values()]).reshape(-1, 2)
+    values = np.array(list(seen.values()))
+    errors = np.maximum(np.stack([values - bounds[:, 0], bounds[:, 1] - values]), 0.0)
+    axes[0].errorbar([step + shift for step in seen], values, errors, elinewidth=0.8, linewidth=1.2, **style)
+    for axis, column in zip(axes[1:], ("ess", "cosine")):
+      points = {step: row[column] for step, row in sorted(steps.items()) if column in row}
+      axis.plot(list(points), _smooth(np.array(list(points.values()))), linewidth=1.2, **style)
   for axis, lag in zip(panels[0], lags):
     axis.set_title(f"lag {lag}")
-  for axes, column in zip(panels, rows):
-    for axis, lag in zip(axes, lags):
-      for run in (run for run in runs if run.lag == lag):
-        points = {step: row[column] for step, row in sorted(runs[run].items()) if column in row}
-        style = ("-", "--", ":")[min(rates.index(run.rate), 2)]
-        values = list(points.values()) if column == "accuracy" else _smooth(list(points.values()))
-        axis.plot(list(points), values, style, color=f"C{methods.index(run.method)}", linewidth=1)
-    axes[0].set_ylabel({"accuracy": "accuracy, held-out problems", **SIGNS}[column], fontsize=8)
-  for i, method in enumerate(methods):
-    panels[0][0].plot([], [], color=f"C{i}", label=method)
-  for rate, style in zip(rates, ("-", "--", ":")):
-    panels[0][0].plot([], [], style, color="gray", label=f"rate {rate:g}")
-  panels[0][0].legend(fontsize=6)
-  for axis in panels[-1]:
-    axis.set_xlabel("step")
-  figure.tight_layout()
+    axis.set_ylim(bottom=0)
+  for axes, words in zip(panels, ("accuracy, 95 % intervals", SIGNS["ess"], SIGNS["cosine"])):
+    axes[0].set_ylabel(words)
+  for axis in panels[1]:
+    axis.set(yscale="log", ylim=(0.005, 1.2))
+  for axis in panels[2]:
+    axis.axhline(0.0, color="gray", linewidth=0.5)
+    axis.set_xlabel("update")
+  entries = [plt.Line2D([], [], color=f"C{i}", label=method) for i, method in enumerate(methods)]
+  for rate, line in zip(rates, ("-", "--", ":")):
+    entries += panels[0, 0].plot([], [], line, color="gray", label=rate_text(rate))
+  figure.legend(handles=entries, loc="outside lower center", ncols=4, frameon=False)
   figure.savefig(file, dpi=100)
   plt.close(figure)
 
 
-def _smooth(values: Sequence[float], width: int = 5) -> np.ndarray:
-  """Returns running means of a few steps."""
+def _smooth(values: np.ndarray, width: int = 5) -> np.ndarray:
+  """Returns the mean of each value and the few before it."""
   sums = np.cumsum([0.0, *values])
   ends = np.arange(1, len(values) + 1)
   starts = np.maximum(ends - width, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import shutil
 import sys
@@ -142,6 +141,9 @@ COLUMNS: Mapping[str, str] = types.MappingProxyType(
     "truncated": "response/truncated",
     "skipped": "update/skipped",
     "seconds": "time/step",
+    "generation": "time/generation",
+    "waiting": "time/waiting",
+    "evaluation": "time/evaluation",
     "accuracy": "eval/accuracy",
     "half_interval": "eval/interval",
     "eval_length": "eval/length",
@@ -213,15 +215,9 @@ class Study:
     """Returns the folder of a run."""
     return self.folder / "runs" / run.folder
 
-  def make_start(self, run: Run) -> None:
-    """Makes the start of all runs, unless it is there, and compiles the sampler; `run` gives the shapes."""
-    keep_programs(self.folder / "compiled")
-    experiment = self.experiment(run)
-    with tasks.RewardPool(experiment.task, 0, experiment.options.devices.reward_timeout) as pool:
-      inputs = experiment.make_stage_inputs(pool)
-      assert experiment.start is not None
-      experiment.start(inputs)
-      inputs.sampler.warmup()
+  def done(self, steps: Steps) -> bool:
+    """Returns whether a run has all of its steps, or cannot have them."""
+    return max(steps, default=0) >= self.sizes["steps"] or diverged(steps)
 
   def make_run(self, run: Run) -> Steps:
     """Makes a run, or goes on with it; returns its metrics. Its folder, of gigabytes, goes."""
@@ -255,10 +251,3 @@ def plan(lags: Sequence[int], methods: Sequence[str], seeds: int, rate: float) -
   for names, parts in ((others, lower[::-1]), (exact, [*lower[::-1], largest] if largest else [])):
     for seed in range(seeds):
       yield from (Run(name, lag, seed, rate) for lag in parts for name in names)
-
-
-def last_quarter(steps: Steps, column: str) -> float:
-  """Returns the mean of a column over the last quarter of a run's steps, NaN if there is none."""
-  last = max(steps, default=0)
-  values = [row[column] for step, row in steps.items() if step > 0.75 * last and column in row]
-  return sum(values) / len(values) if values else math.nan

@@ -1,50 +1,76 @@
-"""The study of a real model: its command on tiny weights, its plan, and what it makes of runs."""
+"""The study of a real model: its command, its plan, and what it makes of runs."""
 
-import functools
 import pathlib
-from collections import deque
 
 import pytest
+from scipy import stats
 from tiny_weights import chatting_weights
 
 from async_rl import learning
+from async_rl import tasks
+from async_rl.runtime import _step_meter
 from experiments.reproductions import _real_model_report as reports
 from experiments.reproductions import _real_model_runs as study
 from experiments.reproductions import real_model
 from experiments.reproductions._run_many import Outcome
 
 GSM8K = pathlib.Path(__file__).parents[1] / "data" / "gsm8k"
+STALE = study.Run("TOPR", 2, 0, 1e-3)
 
 
 def in_this_process(work, jobs, workers, seconds):
   """Stands in for `run_many`, whose processes would compile everything again."""
-  jobs = jobs if isinstance(jobs, deque) else deque(jobs)
-  while jobs:
-    job = jobs.popleft()
+  for job in jobs:
     yield Outcome(job, work(job), "", 1.0)
 
 
-@pytest.mark.usefixtures("two_devices")
-def test_command(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+  """The arguments of a command that makes one short run, in this process."""
   monkeypatch.setattr(real_model, "run_many", in_this_process)
-  weights = str(chatting_weights(tmp_path))
-  command = ["--smoke", "--gsm8k-folder", str(GSM8K), "--weights", weights, "--folder", str(tmp_path / "runs")]
-  command += ["--results", str(tmp_path / "results"), "--lags", "2", "--methods", "TOPR", "--seeds", "1"]
-  real_model.main([*command, "--rates", "1e-3"])
-  printed = capsys.readouterr().out
-  runs = reports.read(tmp_path / "results" / "real_model.csv")
-  assert list(runs) == [study.Run("TOPR", 2, 0, 1e-3)]
-  (stale,) = runs.values()
-  assert list(stale) == [0, 1, 2, 3, 4]
-  assert [row["lag"] for row in stale.values() if "lag" in row] == [0, 1, 2, 2]
-  assert [step for step, row in stale.items() if "accuracy" in row] == [0, 2, 4]
-  assert {"reward", "ess", "cosine", "entropy", "gradient", "kl"} <= set(stale[4])
-  assert "| 2 | TOPR | 0.001 |" in printed
-  assert (tmp_path / "results" / "real_model.png").read_bytes().startswith(b"\x89PNG")
+  monkeypatch.setattr(reports, "draw", lambda *_: None)
+  arguments = ["--smoke", "--gsm8k-folder", str(GSM8K), "--folder", str(tmp_path / "runs")]
+  arguments += ["--results", str(tmp_path), "--lags", "2", "--methods", "TOPR", "--seeds", "1", "--rate", "1e-3"]
+  return arguments
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_devices")
+def test_the_command_trains(command, tmp_path):
+  real_model.main([*command, "--weights", str(chatting_weights(tmp_path))])
+  runs = reports.read(tmp_path / "real_model.csv")
+  assert list(runs) == [STALE]
+  steps = runs[STALE]
+  assert list(steps) == [0, 1, 2, 3, 4]
+  assert [row["lag"] for row in steps.values() if "lag" in row] == [0, 1, 2, 2]
+  assert [step for step, row in steps.items() if "accuracy" in row] == [0, 2, 4]
+  assert set().union(*steps.values()) == set(study.COLUMNS)
   assert not (tmp_path / "runs" / "runs").exists()  # checkpoints take gigabytes
-  monkeypatch.setattr(real_model, "run_many", None)
-  real_model.main([*command, "--rates", "1e-3"])  # nothing is left to do
-  assert capsys.readouterr().out.endswith(printed[printed.index("| lag") :])
+
+
+def test_the_command_makes_no_run_twice(command, tmp_path, capsys, monkeypatch):
+  made = []
+
+  def make_run(_, run):
+    made.append(run)
+    return {0: {"accuracy": 0.5}, 2: {"reward": 0.25, "accuracy": 0.0}, made.count(run) + 3: {"ess": 0.5}}
+
+  monkeypatch.setattr(study.Study, "make_run", make_run)
+  for steps, runs in ((4, 1), (4, 1), (5, 2)):  # the last asks for more than the file has
+    real_model.main([*command, "--steps", str(steps)])
+    assert made == [STALE] * runs
+    assert "| 2 | TOPR | 1e-3 | 0 | .500 | .000 | at 2 |" in capsys.readouterr().out
+  assert reports.read(tmp_path / "real_model.csv")[STALE][5] == {"ess": 0.5}
+
+
+def test_what_the_time_cut_off_is_kept(command, tmp_path, monkeypatch):
+  monkeypatch.setattr(real_model, "run_many", lambda *_: [])
+  run_dir = study.Study(tmp_path / "runs", "").run_dir(STALE)
+  run_dir.mkdir(parents=True)
+  (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "loss": 1.0}\n')
+  real_model.main(command)
+  assert reports.read(tmp_path / "real_model.csv") == {STALE: {1: {"reward": 0.5}}}
+  assert run_dir.exists()
 
 
 def test_the_command_says_what_is_missing(tmp_path, capsys):
@@ -56,6 +82,29 @@ def test_the_command_says_what_is_missing(tmp_path, capsys):
     with pytest.raises(SystemExit):
       real_model.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_run_has_the_lag_and_the_method_that_it_is_called_after(tmp_path):
+  found = study.Study(tmp_path, str(GSM8K), str(chatting_weights(tmp_path)), study.SMOKE)
+  run = study.Run("sequence PPO, momentum .97", 2, 3, 1e-3)
+  made = found.experiment(run)
+  options = made.options
+  assert (options.schedule.mode, options.schedule.max_lag, options.training.seed) == ("simulated", 2, 3)
+  assert options.output.run_dir == str(found.run_dir(run))
+  assert made.objective.loss.keywords == {"low": 0.5, "high": 1.0}
+  assert isinstance(made.task, study.ShortGSM8K)
+
+
+def test_short_problems_are_those_with_few_calculations():
+  every = tasks.GSM8K(folder=str(GSM8K)).prompts("train")
+  chosen = study.ShortGSM8K(folder=str(GSM8K), operations=1).prompts("train")
+  assert 0 < len(chosen) < len(every)
+  assert [prompt.answer for prompt in chosen] == [prompt.answer for prompt in every if prompt.answer.count("<<") <= 1]
+
+
+def test_what_is_kept_of_a_step_are_metrics():
+  evaluated = {"eval/accuracy", "eval/interval", "eval/length", "eval/truncated"}
+  assert set(study.COLUMNS.values()) <= {*learning.METRICS, *_step_meter.METRICS, *evaluated}
 
 
 def test_methods_need_what_they_are_called_after():
@@ -74,60 +123,47 @@ def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
   assert list(study.plan((0,), ["TOPR"], seeds=1, rate=1e-4)) == [study.Run("no correction", 0, 0, 1e-4)]
 
 
-class Pretended(study.Study):
-  """Makes no runs; with the rate .1 they earn more at first, with .2 in the end."""
-
-  def make_start(self, run):
-    pass
-
-  def make_run(self, run):
-    self.made.append(run)
-    values = [0.5] * 6 + [0.2] * 2 if run.rate == 0.1 else [0.1] * 6 + [0.3] * 2
-    return {i + 1: {"reward": value} for i, value in enumerate(values)}
-
-
-def test_the_runs_have_the_rate_with_which_sync_earns_most_in_the_end(tmp_path, monkeypatch):
-  monkeypatch.setattr(real_model, "run_many", in_this_process)
-  monkeypatch.setattr(Pretended, "made", [], raising=False)
-  plan_at = functools.partial(study.plan, (0, 8), ["no correction", "TOPR"], 1)
-  for limit in (8, 9):  # the second command asks for more steps, so that nothing is done
-    Pretended.made.clear()
-    command = real_model.Command(Pretended(tmp_path, "", sizes={"steps": limit}), tmp_path, 1, 60.0)
-    command.make([0.1, 0.2], plan_at, 8)
-    pilots = [("no correction", 0, 0, 0.1), ("no correction", 0, 0, 0.2), ("no correction", 8, 0, 0.1)]
-    assert Pretended.made[:3] == pilots
-    assert Pretended.made[3:] == ([("no correction", 8, 0, 0.2), ("TOPR", 8, 0, 0.2)] if limit == 8 else [])
-  assert command.best_rate([0.3]) == 0.3  # there is nothing to choose
-  assert set(reports.read(tmp_path / "real_model.csv")) == set(command.runs)
-
-
 def test_a_run_that_diverged_is_done(tmp_path):
-  command = real_model.Command(study.Study(tmp_path, "", sizes={"steps": 96}), tmp_path, 1, 1.0)
-  run = study.Run("no correction", 8, 0, 1e-4)
-  command.runs[run] = {step: {"skipped": float(step > 7)} for step in range(1, 12)}
-  assert not command.done(run)
-  command.runs[run][12] = {"skipped": 1.0}
-  assert command.done(run)
+  found = study.Study(tmp_path, "", sizes={"steps": 96})
+  steps = {step: {"skipped": float(step > 7)} for step in range(1, 12)}
+  assert not found.done(steps)
+  assert found.done({**steps, 12: {"skipped": 1.0}})
 
 
 def _run(accuracies, ess):
   """Two steps a period, the accuracy after each period."""
-  steps = {2 * i: {"accuracy": accuracy, "half_interval": 0.02} for i, accuracy in enumerate(accuracies)}
+  steps = {2 * i: {"accuracy": accuracy} for i, accuracy in enumerate(accuracies)}
   for step in range(1, 2 * len(accuracies) - 1):
     steps.setdefault(step, {})["ess"] = ess[(step - 1) // 2]
   return steps
 
 
-def test_tables_show_ends_collapses_and_their_signs():
+def test_tables_and_figure_show_accuracies_differences_and_signs(tmp_path):
   runs = {
     study.Run("no correction", 0, 0, 1e-4): _run([0.2, 0.25, 0.3], [0.9, 0.9]),
-    study.Run("no correction", 8, 0, 1e-4): _run([0.2, 0.15, 0.05], [0.5, 0.1]),
-    study.Run("no correction", 8, 1, 1e-4): _run([0.2, 0.08, 0.03], [0.4, 0.2]),
+    study.Run("no correction", 8, 0, 1e-4): _run([0.2, 0.08, 0.0], [0.5, 0.1]),
     study.Run("TOPR", 8, 0, 1e-4): _run([0.2, 0.2, 0.25], [0.8, 0.6]),
+    study.Run("TOPR", 8, 1, 1e-4): _run([0.2], []),
   }
-  lines = reports.table(runs).splitlines()
-  assert lines[2] == "| 0 | no correction (sync) | 0.0001 | .200 | .300 ± .020 | .300 at 4 | – |"
-  assert lines[3] == "| 8 | no correction | 0.0001 | .200 | .040 ± .020 | .050 at 4, .030 at 4 | by 4, by 2 |"
-  assert lines[4].endswith("| .250 at 4 | – |")
-  assert "| 8 | no correction | 0.0001 | .450 | .150 |" in reports.sign_table(runs, "ess")
-  assert "| ESS of the sequences' weights | +1.00 (3) |" in reports.warnings(runs)  # of the stale runs
+  lines = reports.accuracy_table(runs).splitlines()
+  assert lines[0] == "| lag | method | rate | seed | start | 2 | 4 | below half |"
+  assert lines[2] == "| 0 | no correction (sync) | 1e-4 | 0 | .200 | .250 | .300 | – |"
+  assert lines[3] == "| 8 | no correction | 1e-4 | 0 | .200 | .080 | .000 | at 2 |"
+  lines = reports.end_table(runs).splitlines()
+  assert lines[2].endswith("| **+.100 (+.043 to +.156)** | +.050 (−.009 to +.109) |")  # minus its start, minus TOPR
+  assert lines[4].endswith("| +.050 (−.005 to +.105) |  |")
+  assert "| 8 | no correction | 1e-4 | 0 |  | .500 → .100 |" in reports.sign_table(runs)
+  reports.draw(runs, tmp_path / "figure.png")
+  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_differences_of_shares_have_newcombes_interval():
+  assert reports.interval(0.0) == pytest.approx((0.0, 0.00865), abs=1e-5)
+  low, high = reports.difference(31 / 440, 0.0)
+  assert (low, high) == pytest.approx((0.0484, 0.0983), abs=2e-4)
+  assert reports.difference(0.0, 31 / 440) == pytest.approx((-high, -low))
+  wide = reports.difference(31 / 440, 0.0, comparisons=9)
+  assert wide[0] < low
+  assert wide[1] > high
+  half = stats.norm.ppf(0.975) * (2 * 0.25 / 440) ** 0.5
+  assert reports.difference(0.5, 0.5) == pytest.approx((-half, half), rel=0.01)  # as that of a normal distribution
