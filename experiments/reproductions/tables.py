@@ -22,6 +22,7 @@ from experiments.reproductions import _async_rlhf_report as rlhf_reports
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
+from experiments.reproductions import _real_model_report as real
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
@@ -74,6 +75,12 @@ def gac_words() -> maps.Map:
 def looks(name: str = "async_rlhf") -> list[rlhf_plans.Look]:
   """Returns the measurements of a study of off-policy RLHF."""
   return rlhf_plans.read(reports.RESULTS / f"{name}.csv")
+
+
+@functools.cache
+def real_runs() -> real.Runs:
+  """Returns the runs of the pretrained model."""
+  return real.read(reports.RESULTS / "real_model.csv")
 
 
 def counts(study: paired.Study) -> str:
@@ -162,6 +169,9 @@ TABLES: dict[str, Callable[[], str]] = {
   "rlhf, more rounds": lambda: rlhf_reports.differences_to_one_round(looks()),
   "rlhf, ppo": lambda: rlhf_reports.table(looks("async_rlhf_ppo")),
   "rlhf, more rounds, ppo": lambda: rlhf_reports.differences_to_one_round(looks("async_rlhf_ppo")),
+  "real, accuracy": lambda: real.accuracy_table(real_runs()),
+  "real, end": lambda: real.end_table(real_runs()),
+  "real, signs": lambda: real.sign_table(real_runs()),
   "rlhf, methods": lambda: rlhf_reports.differences_to_method(looks(), "online_dpo"),
 }
 
