@@ -21,6 +21,7 @@ os.environ |= {
   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # which lowering spends a tenth of the time of these tests on
 }
 
 import jax
