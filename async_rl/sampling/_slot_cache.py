@@ -60,13 +60,18 @@ class SlotCache:
     if not live.any():  # so that the devices and shapes of a batch do not depend on the one before
       self._local = self._choose(live, self.shape[0])
     held = np.isin(np.arange(live.size), self.slots)
+    taken = live.reshape(-1, self._each).sum(1)
     ranks = np.empty(live.size, np.int64)
     for first in self._first.ravel():
       own = slice(first, first + self._each)
       order = np.lexsort((~held[own], ~live[own]))  # live slots, then free ones with rows, then the others
-      rank = np.arange(self._each)
-      ranks[own][order] = rank - (rank - live[own].sum()) % self._together
-    return sorted(np.flatnonzero(~live).tolist(), key=lambda i: (ranks[i], i))
+      ranks[own][order] = np.arange(self._each)
+
+    def turn(slot: int) -> tuple[int, int, int]:
+      device, rank = slot // self._each, int(ranks[slot])
+      return rank - (rank - int(taken[device])) % self._together, device, rank
+
+    return sorted(np.flatnonzero(~live).tolist(), key=turn)
 
   def rows_of(self, slots: Sequence[int]) -> np.ndarray:
     """Returns the rows of these slots, which must have some."""

@@ -98,6 +98,16 @@ def test_a_group_is_filled_on_one_device():
   assert sorted(order.tolist()) == np.flatnonzero(~live).tolist()
 
 
+def test_slots_with_rows_are_filled_first_also_by_samples_that_come_alone():
+  """Else their rows would move to a cache of the same shape, for which there is no program."""
+  cache = sampling.Engine(make()[0], SIZED, STOPS, pad_id=0)._cache
+  live = np.zeros(64, bool)
+  live[17:33] = True
+  cache.resize(live, 16)
+  live[17:20] = False  # of the four that are filled next, one has no row
+  assert cache.fill_order(live)[:4] == [17, 18, 19, 0]
+
+
 @pytest.mark.parametrize(
   ("pays", "given", "shared"), [((), None, False), (("xla",), None, True), (("xla",), False, False)]
 )
