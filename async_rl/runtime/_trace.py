@@ -110,8 +110,11 @@ def _traced_engine(
   if not takes_programs(mesh, devices):
     config, (mesh, *_) = sampling.split_engines(config, mesh)
   engine = sampling.Programs(experiment.policy, config, experiment.tokenizer.stop_ids, mesh)
-  cache = (engine.layer(*engine.shapes[-1]),) * experiment.policy.config.num_layers
-  return engine, {"weights": engine.params, "cache": cache}
+  layers = experiment.policy.config.num_layers
+  kept = {"weights": engine.params, "cache": (engine.layer(*engine.shapes[-1]),) * layers}
+  if count := engine.usual_prompts:
+    kept["prompts"] = (engine.layer(count, engine.prompts),) * layers
+  return engine, kept
 
 
 def _evaluator_arrays(experiment: Experiment, meshes: Meshes, devices: Sequence[jax.Device]) -> dict[str, Any]:

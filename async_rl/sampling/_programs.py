@@ -148,6 +148,12 @@ class Programs:
     """Returns the numbers of shared prompts beside a cache of so many rows, ascending."""
     return self.config.prompt_counts(self.shards, rows)
 
+  @property
+  def usual_prompts(self) -> int:
+    """Returns how many shared prompts there are beside the largest cache while slots are refilled."""
+    counts = self.prompt_counts(self.shapes[-1][0])
+    return counts[len(counts) // 2]
+
   def put(self, prefix: int, slots: int, length: int) -> Callable[..., Any]:
     """Returns the program of `_decode.put` at these sizes: a layer's cache (donated), new, rows, slots -> cache."""
     trace = functools.partial(self._trace_put, prefix, slots, length, self.config.group_size)
@@ -182,7 +188,7 @@ class Programs:
   def trace_longest(self) -> dict[str, Callable[[], jax.stages.Traced]]:
     """Returns functions that trace, from shapes alone, the programs of the longest prompts and the largest cache."""
     prefix, shape = self.config.prompt_lengths[-1], self.shapes[-1]
-    count = self.prompt_counts(shape[0])[0]
+    count = self.usual_prompts
     put = (count, self.prompts, 1) if count else (*shape, self.config.group_size)
     return {
       "prefill": lambda: self._trace_prefill(prefix),

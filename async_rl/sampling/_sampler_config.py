@@ -145,8 +145,9 @@ class SamplerConfig:
   def prompt_counts(self, shards: int, rows: int) -> tuple[int, ...]:
     """Returns the numbers of shared prompts that there can be beside a cache of so many rows, ascending.
 
-    A group may have a single sample left, so that rows and prompts can be as many; while groups are whole, one prompt
-    for K slots is enough.
+    While groups are whole, one prompt for K slots is enough. Where slots are refilled, a group lives as long as its
+    longest sample, up to three times as long as the mean, and so many prompts are live. A group may have a single
+    sample left, so that rows and prompts can be as many.
 
     Args:
       shards: the number of devices that split the slots.
@@ -155,7 +156,9 @@ class SamplerConfig:
     if not self.shares_prompts:
       return (0,)
     whole = shards * -(-self.slots // (shards * self.group_size))
-    return tuple(sorted({whole, rows})) if rows == self.slots else (rows,)
+    if rows < self.slots:
+      return (rows,)
+    return tuple(sorted({whole, rows} | ({3 * whole} if 6 * whole <= rows else set())))
 
   @property
   def prefix_lengths(self) -> tuple[int, ...]:

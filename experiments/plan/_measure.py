@@ -45,12 +45,14 @@ def loop_turns(request: Request, experiment: runtime.Experiment, program: str, m
   return micro_batches(experiment, tokens), chunks
 
 
-def filled_positions(request: Request, program: str = "decode") -> float:
+def filled_positions(request: Request, experiment: runtime.Experiment, program: str = "decode") -> float:
   """Returns the mean of the filled positions of a row of the cache, over the decode steps of a sample.
 
-  Of other programs than "decode": the mean of the tokens of a sequence.
+  Without the prompt if groups share it. Of other programs than "decode": the mean of the tokens of a sequence.
   """
-  return request.prompt_tokens + request.completion_tokens / (2 if program == "decode" else 1)
+  if program != "decode":
+    return request.prompt_tokens + request.completion_tokens
+  return (0 if experiment.sampler_config.shares_prompts else request.prompt_tokens) + request.completion_tokens / 2
 
 
 def measure(
@@ -106,7 +108,9 @@ def cache_reads(request: Request, experiment: runtime.Experiment, trace: runtime
   config, capacity = experiment.policy.config, experiment.sampler_config.capacity
   shown = [config.sliding_window if config.is_local(i) else None for i in range(config.num_layers)]
   half = models.RAGGED_BLOCK / 2
-  reached = [min(filled_positions(request), math.inf if window is None else window + half) + half for window in shown]
+  reached = [
+    min(filled_positions(request, experiment), math.inf if window is None else window + half) + half for window in shown
+  ]
   reads = {"xla": whole, "ragged": whole * sum(min(1.0, x / capacity) for x in reached) / len(reached)}
   policy = dataclasses.replace(experiment.policy, mesh=trace.meshes.generation)
   backends = [dataclasses.replace(policy, attention=name).cache_backend for name in (policy.attention, "ragged", "xla")]
@@ -144,7 +148,8 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
     }
     try:
       devices = list(sides[program.side].devices.flat)
-      turns, filled = loop_turns(request, experiment, name, sides[program.side]), filled_positions(request, name)
+      turns = loop_turns(request, experiment, name, sides[program.side])
+      filled = filled_positions(request, experiment, name)
       summary = measure(program, target.chip, devices, turns, filled, request.compiles)
       result["costs"] = dataclasses.asdict(summary)
     except Exception as error:

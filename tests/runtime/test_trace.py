@@ -54,6 +54,17 @@ def test_the_traced_sampler_is_the_one_that_runs(experiment):
   assert runtime.bytes_per_device(evaluator) == runtime.bytes_per_device(cache)  # four devices on either side
 
 
+def test_prompts_that_groups_share_are_kept_beside_the_cache(experiment):
+  options = runtime.override(experiment.options, shared_prompts=True, slots=48, samples=6)
+  trace = runtime.trace_run(dataclasses.replace(experiment, options=options), jax.devices())
+  kept = trace.programs["decode"].resident
+  assert [x.shape for x in jax.tree.leaves(kept["prompts"])] == [(24, 1, 16, 8)] * 2, "three times the whole groups"
+  taken = trace.programs["decode"].trace().in_avals
+  assert {x.shape for x in jax.tree.leaves((kept["prompts"], kept["cache"]))} <= {
+    x.shape for x in jax.tree.leaves(taken)
+  }
+
+
 def test_a_reference_policy_brings_its_parameters_and_a_scoring_program(experiment):
   options = runtime.override(experiment.options, reference=True, eval_prompts=0)
   trace = runtime.trace_run(dataclasses.replace(experiment, options=options), jax.devices())

@@ -85,6 +85,13 @@ def test_groups_of_one_have_nothing_to_share():
   assert config.prompt_counts(1, 6) == (0,)
 
 
+def test_while_slots_are_refilled_groups_that_are_not_whole_keep_their_prompts_too():
+  config = dataclasses.replace(SIZED, slots=256, group_size=8)
+  assert config.prompt_counts(1, 256) == (32, 96, 256)
+  assert config.prompt_counts(4, 64) == (64,)
+  assert SIZED.prompt_counts(1, 64) == (16, 64), "48 would save little"
+
+
 def test_a_group_is_filled_on_one_device():
   """While there is one with room for it; the least loaded one first."""
   programs = sampling.Programs(make()[0], SIZED, STOPS, models.named_mesh(np.array(jax.devices()[:2]), ("data",)))
