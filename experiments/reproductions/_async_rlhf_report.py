@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from experiments.reproductions import _async_rlhf_plan as plans
 from experiments.reproductions._async_rlhf_plan import Look
 from experiments.reproductions._intervals import grid
+from experiments.reproductions._intervals import interval
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
@@ -46,6 +49,20 @@ class Ends:
     """Returns a table with a row per method and what `text` says of it at each N."""
     rows = [[method, *(text(method, n) for n in self.rounds)] for method in self.methods]
     return grid(["method", *(f"N = {n}" for n in self.rounds)], rows)
+
+
+def counts(found: list[Look], study: plans.Study) -> str:
+  """Returns what the tables hold and with how many comparisons, as a sentence."""
+  runs, ends = plans.ends(found), Ends(study.reports(found))
+  tried = sum(run.seed in study.choosing for run in runs)
+  reported = len(ends.methods) * len(ends.rounds) * len(ends.seeds)
+  more, rivals = len(ends.rounds) - 1, len(ends.methods) - 1
+  comparisons = len(ends.methods) * more + rivals * more + rivals * len(ends.rounds)
+  return (
+    f"{len(runs)} runs: {tried} on seeds {study.choosing[0]} to {study.choosing[-1]}, on which rates were chosen;"
+    f" {reported} on {ends.seeds[0]} to {ends.seeds[-1]}, which are reported; {len(runs) - tried - reported} on seeds"
+    f" that were not finished for all, which are left out. {comparisons} comparisons."
+  )
 
 
 def table(found: list[Look]) -> str:
@@ -109,53 +126,93 @@ def differences_to_method(found: list[Look], other: str) -> str:
   return grid([f"minus {other}", *(f"N = {n}" for n in ends.rounds)], rows)
 
 
-def draw(found: list[Look], file: pathlib.Path) -> None:
-  """Draws true reward and chosen rate against N, and both rewards against the KL, at the smallest and the largest N."""
+def losses_to_method(found: list[Look], other: str) -> str:
+  """Returns a row per method: what a larger N changes minus what it changes for the method *other*, paired by seed."""
+  ends = Ends(found)
+  first, *more = ends.rounds
+  rivals = [method for method in ends.methods if method != other]
+  change = lambda method, n: ends.values(method, n) - ends.values(method, first)
+  rows = []
+  for method in rivals:
+    differences = [change(method, n) - change(other, n) for n in more]
+    rows.append([method, *(verdict(values, len(rivals) * len(more)) for values in differences)])
+  return grid([f"change from N = {first} minus that of {other}", *(f"N = {n}" for n in more)], rows)
+
+
+def over_optimization(found: list[Look], study: plans.Study) -> str:
+  """Returns a row per N: true reward, reward of the reward model and KL at each rate, mean of methods and seeds.
+
+  Of the seeds for choosing, at the rates that are tried for all.
+  """
+  ends = plans.ends(found)
+  rows = []
+  for n in study.rounds:
+    texts = []
+    for rate in study.rates:
+      runs = [plans.Run(method, n, rate, seed) for method in study.methods for seed in study.choosing]
+      gold, proxy, kl = np.nanmean([ends[run][-3:] for run in runs], axis=0)
+      texts.append(f"{number(gold, 3)}, {number(proxy)}, {kl:.1f}")
+    rows.append([str(n), *texts])
+  return grid(["N", *(rate_text(rate) for rate in study.rates)], rows)
+
+
+def draw(found: list[Look], study: plans.Study, file: pathlib.Path) -> None:
+  """Draws true reward against N; at the smallest and the largest N also against rate, and both rewards against KL."""
   import matplotlib.pyplot as plt
 
-  ends = Ends(found)
-  figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained")
+  reported = study.reports(found)
+  ends = Ends(reported)
+  figure = plt.figure(figsize=(15, 7), layout="constrained")
+  parts: Any = figure.subfigures(1, 2, width_ratios=(1, 2.5))
+  left, right = parts
+  axis = left.subplots()
   for i, method in enumerate(ends.methods):
-    color = f"C{i}"
-    for n in ends.rounds:
-      gold = ends.values(method, n)
-      place = n * 1.06 ** (i - (len(ends.methods) - 1) / 2)  # beside each other
-      axes[0, 0].plot([place] * len(gold), gold, ".", color=color, markersize=3)
-    means = [np.nanmean(ends.values(method, n)) for n in ends.rounds]
-    axes[0, 0].plot(ends.rounds, means, color=color, label=method)
-    chosen = {look.rounds: look.rate for look in found if look.method == method}
-    axes[1, 0].plot(ends.rounds, [chosen[n] * 1.03**i for n in ends.rounds], ".-", color=color)
-    for column, n in ((1, ends.rounds[0]), (2, ends.rounds[-1])):
-      for row, field in enumerate(("gold", "proxy")):
-        way = [look for look in found if (look.method, look.rounds) == (method, n)]
-        _draw_way(axes[row, column], way, field, color)
-  title = f"after {ends.step} updates, {len(ends.seeds)} seeds"
-  axes[0, 0].set(ylabel="true reward", title=title)
-  axes[1, 0].set(yscale="log", xlabel="N, batches sampled at a time", ylabel="chosen learning rate")
-  for axis in axes[:, 0]:
-    axis.set(xscale="log")
-    axis.set_xticks(ends.rounds, map(str, ends.rounds))
-  axes[0, 0].legend(fontsize=8)
-  for column, n in ((1, ends.rounds[0]), (2, ends.rounds[-1])):
-    axes[0, column].set(title=f"on the way, N = {n}", ylabel="true reward")
-    axes[1, column].set(ylabel="reward of the reward model", xlabel="KL to the supervised policy")
-    axes[1, column].sharex(axes[0, column])
-    axes[0, column].set(xscale="log")
+    shift = 1.05 ** (i - (len(ends.methods) - 1) / 2)  # beside each other
+    means, halves, _ = zip(*(interval(ends.values(method, n)) for n in ends.rounds), strict=True)
+    places = [n * shift for n in ends.rounds]
+    axis.errorbar(places, means, halves, fmt="o-", color=f"C{i}", markersize=4, capsize=3, label=method)
+  axis.set(xscale="log", xlabel="N, batches sampled at a time", ylabel="true reward")
+  axis.set_title(f"chosen rates, {len(ends.seeds)} seeds, 95 %")
+  _ticks(axis, dict(zip(ends.rounds, map(str, ends.rounds), strict=True)))
+  axis.legend()
+  panels = right.subplots(2, 3, sharex="col", sharey="col")
+  for n, (by_rate, gold, proxy) in zip((ends.rounds[0], ends.rounds[-1]), panels, strict=True):
+    by_rate.set_title(f"N = {n}, {len(study.choosing)} other seeds")
+    _draw_rates(by_rate, found, study, [plans.Cell(method, n) for method in ends.methods])
+    way = [look for look in reported if look.rounds == n]
+    tried = [look for run, look in plans.ends(found).items() if run.rounds == n and run.seed in study.choosing]
+    for axis, field, name in ((gold, "gold", "true reward"), (proxy, "proxy", "reward of the reward model")):
+      axis.set(title=f"N = {n}; rings: all rates", ylabel=name)
+      _draw_against_kl(axis, ends.methods, way, tried, field)
+  for axis, name in zip(panels[1], ("learning rate", *["KL to the supervised policy"] * 2), strict=True):
+    axis.set_xlabel(name)
   figure.savefig(file, dpi=100)
   plt.close(figure)
 
 
-def _draw_way(axis: Any, looks: list[Look], field: str, color: str) -> None:
-  """Draws a reward against the KL: every seed pale, and the means of each step."""
-  for seed in {look.seed for look in looks}:
-    way = sorted((look for look in looks if look.seed == seed), key=lambda look: look.step)
-    axis.plot(_kls(way), [getattr(look, field) for look in way], color=color, linewidth=0.5, alpha=0.4)
-  steps = sorted({look.step for look in looks})
-  means = [[look for look in looks if look.step == step] for step in steps]
-  kls = [np.mean(_kls(at_step)) for at_step in means]
-  axis.plot(kls, [np.mean([getattr(look, field) for look in at_step]) for at_step in means], ".-", color=color)
+def _draw_rates(axis: Any, found: list[Look], study: plans.Study, cells: Sequence[plans.Cell]) -> None:
+  """Draws the true reward of every cell against the learning rate, on the seeds for choosing."""
+  golds = [plans.by_rate(found, cell, study.choosing) for cell in cells]
+  for i, line in enumerate(golds):
+    axis.plot(line.keys(), line.values(), "o-", color=f"C{i}", markersize=4)
+  axis.set(xscale="log", ylabel="true reward")
+  _ticks(axis, {rate: rate_text(rate) for rate in sorted(set().union(*golds))})
 
 
-def _kls(looks: list[Look]) -> list[float]:
-  """Returns the KLs, those of the start moved onto a logarithmic axis."""
-  return [max(look.kl, 1e-2) for look in looks]
+def _draw_against_kl(axis: Any, methods: Sequence[str], way: list[Look], tried: list[Look], field: str) -> None:
+  """Draws a reward against the KL: the means of each step on the *way* as lines, all that were *tried* as rings."""
+  for i, method in enumerate(methods):
+    steps = sorted({look.step for look in way})
+    at = [[look for look in way if (look.method, look.step) == (method, step)] for step in steps]
+    means = [np.mean([(look.kl, getattr(look, field)) for look in looks], axis=0) for looks in at]
+    axis.plot(*np.transpose(means), "o-", color=f"C{i}", markersize=4)
+    rings = [(look.kl, getattr(look, field)) for look in tried if look.method == method]
+    axis.plot(*np.transpose(rings), "o", color=f"C{i}", fillstyle="none")
+  axis.set_xscale("function", functions=(lambda kl: np.sqrt(np.maximum(kl, 0.0)), np.square))
+  _ticks(axis, {kl: str(kl) for kl in (0, 1, 2, 4, 8, 16)})
+
+
+def _ticks(axis: Any, texts: Mapping[float, str]) -> None:
+  """Puts these ticks alone on the x-axis."""
+  axis.set_xticks(list(texts), texts.values())
+  axis.minorticks_off()

@@ -49,9 +49,13 @@ def interval(values: np.ndarray, comparisons: int = 1) -> Interval:
 
 
 def number(x: float, digits: int = 2) -> str:
-  """Returns a number without the zero before its point."""
-  text = f"{x:.{digits}f}"
-  return text[1:] if text.startswith("0.") else text
+  """Returns a number without the zero before its point.
+
+  >>> number(0.25), number(-0.25), number(-1.5)
+  ('.25', '−.25', '−1.50')
+  """
+  text = f"{x:.{digits}f}".replace("-", "−")
+  return text.replace("0.", ".", 1) if text.lstrip("−").startswith("0.") else text
 
 
 def measure(values: np.ndarray, digits: int = 2) -> str:

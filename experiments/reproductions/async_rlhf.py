@@ -131,7 +131,7 @@ def report(study: plans.Study, folder: pathlib.Path, results: pathlib.Path) -> N
   results.mkdir(parents=True, exist_ok=True)
   if folder.resolve() != results.resolve():
     shutil.copyfile(folder / CSV, results / CSV)
-  reports.draw(reported, results / "async_rlhf.png")
+  reports.draw(found, study, results / "async_rlhf.png")
   print(f"{reports.rates(found, study)}\n\n{reports.table(reported)}")
 
 

@@ -23,6 +23,7 @@ from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _real_model_report as real
+from experiments.reproductions import async_rlhf
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
@@ -72,9 +73,15 @@ def gac_words() -> maps.Map:
 
 
 @functools.cache
-def looks(name: str = "async_rlhf") -> list[rlhf_plans.Look]:
-  """Returns the measurements of a study of off-policy RLHF."""
-  return rlhf_plans.read(reports.RESULTS / f"{name}.csv")
+def all_looks() -> list[rlhf_plans.Look]:
+  """Returns the measurements of the study of off-policy RLHF."""
+  return rlhf_plans.read(async_rlhf.RESULTS / async_rlhf.CSV)
+
+
+@functools.cache
+def looks() -> list[rlhf_plans.Look]:
+  """Returns those at the chosen rates on the seeds that it reports."""
+  return async_rlhf.STUDY.reports(all_looks())
 
 
 @functools.cache
@@ -165,14 +172,17 @@ TABLES: dict[str, Callable[[], str]] = {
   "gac, words": lambda: gac_words().differences(),
   "gac, words, thresholds": lambda: gac_words().thresholds(),
   "gac, words, choices": lambda: gac_words().choices(),
+  "rlhf, counts": lambda: rlhf_reports.counts(all_looks(), async_rlhf.STUDY),
+  "rlhf, rates": lambda: rlhf_reports.rates(all_looks(), async_rlhf.STUDY),
   "rlhf": lambda: rlhf_reports.table(looks()),
   "rlhf, more rounds": lambda: rlhf_reports.differences_to_one_round(looks()),
-  "rlhf, ppo": lambda: rlhf_reports.table(looks("async_rlhf_ppo")),
-  "rlhf, more rounds, ppo": lambda: rlhf_reports.differences_to_one_round(looks("async_rlhf_ppo")),
+  "rlhf, losses": lambda: rlhf_reports.losses_to_method(looks(), "online_dpo"),
+  "rlhf, methods": lambda: rlhf_reports.differences_to_method(looks(), "online_dpo"),
+  "rlhf, proxies": lambda: rlhf_reports.proxies(looks()),
+  "rlhf, over-optimization": lambda: rlhf_reports.over_optimization(all_looks(), async_rlhf.STUDY),
   "real, accuracy": lambda: real.accuracy_table(real_runs()),
   "real, end": lambda: real.end_table(real_runs()),
   "real, signs": lambda: real.sign_table(real_runs()),
-  "rlhf, methods": lambda: rlhf_reports.differences_to_method(looks(), "online_dpo"),
 }
 
 

@@ -149,8 +149,24 @@ def test_differences_are_paired_by_seed():
   assert "| rloo | **+.100 ± .000** | **+.200 ± .000** |" in reports.differences_to_method(found, "online_dpo")
 
 
-def test_the_published_measurements_are_read():
-  found = plans.read(async_rlhf.RESULTS / "async_rlhf.csv")
-  later = plans.read(async_rlhf.RESULTS / "async_rlhf_ppo.csv")
-  assert {look.method for look in found + later} == set(async_rlhf.METHODS)
-  assert all(isinstance(look.seed, int) and isinstance(look.gold, float) for look in found)
+def test_what_a_larger_n_changes_is_compared_with_what_it_changes_for_another_method():
+  found = [_look("rloo", n, seed, 4, 0.3 * seed - 0.1 * n) for n in (1, 2) for seed in range(3)]
+  found += [_look("online_dpo", n, seed, 4, 0.2 * seed - 0.03 * n) for n in (1, 2) for seed in range(3)]
+  assert reports.losses_to_method(found, "online_dpo").endswith("| rloo | **−.070 ± .000** |")
+
+
+def test_rewards_and_kl_at_each_rate_are_means_of_methods_and_of_the_seeds_for_choosing():
+  found = []
+  while left := STUDY.left(found):
+    found += _finished(left, lambda run: run.rate / 10 + (run.seed - 100) / 100 + (run.method == "ppo") / 10)
+  lines = reports.over_optimization(found, STUDY).splitlines()
+  assert lines[0] == "| N | 1e0 | 2e0 |"
+  assert lines[2:] == [f"| {n} | .155, .00, 2.0 | .255, .00, 2.0 |" for n in (1, 4)]
+
+
+def test_the_published_measurements_make_figure_and_tables(tmp_path, capsys):
+  async_rlhf.main(["--report", "--folder", str(async_rlhf.RESULTS), "--results", str(tmp_path)])
+  assert (tmp_path / "async_rlhf.png").read_bytes().startswith(b"\x89PNG")
+  assert (tmp_path / "async_rlhf.csv").read_text() == (async_rlhf.RESULTS / "async_rlhf.csv").read_text()
+  printed = capsys.readouterr().out
+  assert all(f"| {method} | " in printed for method in async_rlhf.METHODS)
