@@ -2,8 +2,10 @@
 
 Command: python -m experiments.train keywords --method online_dpo    # or ipo, rloo, proximal_rloo, best_of_n, ppo
 Hardware and time: two CPU cores, minutes.
-Result: true reward of held-out samples .64 after the supervised stage, about .9 after 128 updates if their samples are
-  at most a few updates old (experiments/reproductions/async_rlhf.md).
+Result: true reward of held-out samples .65 after the supervised stage; after 192 updates on samples of the current
+  policy .89 with Online DPO, .88 to .90 with the others, two seeds each. With twice the learning rate Online DPO has
+  .82 after 128 updates and .80 after 192, while the reward of the reward model still rises
+  (experiments/reproductions/async_rlhf.md).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from experiments.configs._rlhf import RLHF
 @dataclasses.dataclass(frozen=True)
 class Options:
   #: Learning rate of Adam.
-  learning_rate: float = 1e-3
+  learning_rate: float = 5e-4
   rlhf: RLHF = RLHF(stages="runs/keywords_stages")
   training: runtime.Training = runtime.Training(groups=16, samples=2, reference=True)
   # Weights move fast here and prompts are short, so recomputing the cache is worth it.
