@@ -123,7 +123,12 @@ def _one_run_at_a_time(folder: Path, hosts: Hosts) -> Iterator[None]:
     def lock() -> None:
       if hosts.first and isinstance(folder, pathlib.Path):
         make_folder(folder.parent)
-        fcntl.flock(stack.enter_context(folder.with_name(f"{folder.name}.lock").open("a")), fcntl.LOCK_EX)
+        file = stack.enter_context(folder.with_name(f"{folder.name}.lock").open("a"))
+        try:
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+          print(f"waiting for another run that has {folder} in hand", flush=True)
+          fcntl.flock(file, fcntl.LOCK_EX)
 
     hosts.agree(lock)
     yield

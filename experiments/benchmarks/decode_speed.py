@@ -235,6 +235,10 @@ def main() -> None:
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("decode_speed.json"))
   args = parser.parse_args()
+  cases = SMOKE_CASES if args.smoke else CASES
+  names = [f"{case.slots}:{case.prompt}:{case.capacity}" for case in cases]
+  if unknown := set(args.only or ()) - {*names, "tail"}:
+    parser.error(f"--only takes some of {', '.join(dict.fromkeys(names))} and tail, got {', '.join(sorted(unknown))}")
   config = SMOKE if args.smoke else QWEN3_06B
   params = random_weights(Policy(config))
   bandwidth = copy_bandwidth(2**24 if args.smoke else 2**31)
@@ -250,8 +254,8 @@ def main() -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
 
-  for case in SMOKE_CASES if args.smoke else CASES:
-    if args.only and f"{case.slots}:{case.prompt}:{case.capacity}" not in args.only:
+  for name, case in zip(names, cases, strict=True):
+    if args.only and name not in args.only:
       continue
     engines: dict[tuple[str, bool], Engine] = {}
     for _, (attention, shared) in itertools.product(range(args.repeats), variants):

@@ -57,6 +57,18 @@ def test_rows_of_a_command_that_was_cut_off_are_kept(monkeypatch, tmp_path):
   assert [(row["learner_us"], row["generation_us"]) for row in rows] == [(3.0, 6.25), (3.0, 1.562), (3.0, 0.391)]
 
 
+def test_rows_of_tiny_sizes_are_not_taken_for_measurements(monkeypatch, tmp_path):
+  monkeypatch.setattr(growth, "SWEEPS", {"slots": (16,), "model": ("qwen3-0.6b",)})
+  monkeypatch.setattr(growth, "plot", lambda *_: None)
+  monkeypatch.setattr(growth, "_measured", lambda point, smoke, others: {"learner_us": 1.0, "others": len(others)})
+  out = tmp_path / "growth.json"
+  for options in (["--smoke"], []):
+    growth.main(["--measure", *options, "--only", "slots", "--out", str(out)])
+  tiny, measured = json.loads(out.read_text())["rows"]
+  assert tiny["on"] == f"{measured['on']}, tiny"
+  assert measured["others"] == 0
+
+
 @pytest.mark.slow
 def test_costs_are_measured_on_the_device_at_hand(tmp_path):
   out = tmp_path / "growth.json"

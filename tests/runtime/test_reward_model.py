@@ -218,7 +218,7 @@ def test_a_reward_model_learns_the_comparisons_and_is_kept(stage, tmp_path):
     keep(never, {"steps": 151})(stage)
 
 
-def test_of_runs_that_begin_together_one_makes_a_kept_stage(stage, tmp_path):
+def test_of_runs_that_begin_together_one_makes_a_kept_stage(stage, tmp_path, capsys):
   made = []
 
   def make(run):
@@ -230,6 +230,7 @@ def test_of_runs_that_begin_together_one_makes_a_kept_stage(stage, tmp_path):
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     first, second = pool.map(kept, [stage, stage])
   assert len(made) == 1
+  assert "waiting for another run that has " in capsys.readouterr().out
   jax.tree.map(np.testing.assert_array_equal, first, second)
 
 

@@ -60,8 +60,8 @@ class Worker:
     remote.close()
 
   def describe(self) -> dict[str, Any]:
-    """Waits until it is ready; returns device and versions, with the seconds of the start, imports included, and of the
-    first run.
+    """Waits until it is ready; returns device and versions, with the seconds of its start, imports included, and of its
+    first run, during which other systems may start.
 
     Raises:
       Failed: if it could not do the part once.
