@@ -92,7 +92,7 @@ class Engine(Sampler):
     self._stop_ids = tuple(int(i) for i in stop_ids)
     mesh = mesh_of_one(jax.local_devices()[0]) if mesh is None else mesh
     self._programs = Programs(policy, config, self._stop_ids, mesh)
-    cache = SharedCache if self._programs.config.shares_prompts else SlotCache
+    cache = SharedCache if config.shares_prompts else SlotCache
     self._cache = cache(self._programs, config.slots)
     self._params: Params | None = None
     self._stale = False  # whether the cache must be recomputed under newer weights

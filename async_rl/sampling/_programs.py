@@ -32,9 +32,6 @@ from async_rl.sampling._checksum import weight_parts
 from async_rl.sampling._prepare_weights import prepare_weights
 from async_rl.sampling._sampler_config import SamplerConfig
 
-#: Backends of attention to a cache with which decode steps were measured to be faster with shared prompts.
-_SHARING_PAYS: tuple[str, ...] = ()
-
 
 class Programs:
   """Compiles each program once, ahead of its first call.
@@ -43,7 +40,7 @@ class Programs:
   a call can neither recompile nor transfer anything implicitly.
 
   Attributes:
-    config: the sizes and the sampling distribution; `shared_prompts` says what is done.
+    config: the sizes and the sampling distribution.
     shards: the number of devices over which the slots are split.
     params: the abstract weights that the programs take, from `prepare_weights`.
     raw_params: the abstract weights of `Policy.init`.
@@ -67,8 +64,7 @@ class Programs:
   def __init__(self, policy: Policy, config: SamplerConfig, stop_ids: tuple[int, ...], mesh: Mesh):
     self._policy = dataclasses.replace(policy, mesh=mesh)
     backend = self._policy.cache_backend
-    shared = backend in _SHARING_PAYS if config.shared_prompts is None else config.shared_prompts
-    self.config = config = dataclasses.replace(config, shared_prompts=shared)
+    self.config = config
     if config.shares_prompts:
       check_shared(backend)
     self._stop_ids = stop_ids

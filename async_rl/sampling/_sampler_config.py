@@ -45,8 +45,8 @@ class SamplerConfig:
       slots in all, less those below 8 on a device. Live samples move into the smallest cache that holds them.
     prefill_tokens: the number of tokens, padding included, that one prefill call should process.
     shared_prompts: whether the keys and values of a prompt are kept, and in a decode step read, once for all samples of
-      its group, and not once for each; `None` where that was measured to be faster. Needs attention by "xla" or
-      "cudnn"; changes samples up to rounding. A sample that is resumed or restored has its prompt alone.
+      its group, and not once for each. Needs attention by "xla" or "cudnn"; changes samples up to rounding. A sample
+      that is resumed or restored has its prompt alone.
   """
 
   slots: int
@@ -63,7 +63,7 @@ class SamplerConfig:
   length_buckets: int = 2
   slot_buckets: int = 3
   prefill_tokens: int = 1024
-  shared_prompts: bool | None = None
+  shared_prompts: bool = False
 
   def __post_init__(self):
     for name in (
@@ -120,8 +120,8 @@ class SamplerConfig:
 
   @property
   def shares_prompts(self) -> bool:
-    """Returns whether prompts are shared; see `Programs` for `None`. There is nothing to share in groups of one."""
-    return bool(self.shared_prompts) and self.group_size > 1
+    """Returns whether prompts are shared; there is nothing to share in groups of one."""
+    return self.shared_prompts and self.group_size > 1
 
   @property
   def own_lengths(self) -> tuple[int, ...]:

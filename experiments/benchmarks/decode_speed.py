@@ -8,7 +8,8 @@
 A random model of Qwen3-0.6B's shape decodes chunks of 64 steps through the public API: the host's work between chunks
 is in the times. The floor of a step is the time to read the weights once and the filled part of the live slots' cache
 once, at the bandwidth of a device-to-device copy measured in the same run. With `--shared-prompts`, every row is
-measured without and with shared prompts in turns; with them, the floor counts a prompt once for its group.
+measured without and with shared prompts in turns; with them, the floor counts a prompt once for its group. Nothing ends
+a completion early but in the last row, so that groups stay whole and there are as few prompts as can be.
 
 Prints a table and writes decode_speed.json. Columns: attention; whether prompts are shared; slots; how many of them
 live; filled positions of a sample (mean over the chunk); rows and positions of the cache that a step computes; size of

@@ -14,7 +14,6 @@ from sampling_helpers import same
 
 from async_rl import models
 from async_rl import sampling
-from async_rl.sampling import _programs
 from async_rl.types import Prompt
 from async_rl.types import Request
 
@@ -113,13 +112,3 @@ def test_slots_with_rows_are_filled_first_also_by_samples_that_come_alone():
   cache.resize(live, 16)
   live[17:20] = False  # of the four that are filled next, one has no row
   assert cache.fill_order(live)[:4] == [17, 18, 19, 0]
-
-
-@pytest.mark.parametrize(
-  ("pays", "given", "shared"), [((), None, False), (("xla",), None, True), (("xla",), False, False)]
-)
-def test_prompts_are_shared_where_that_was_measured_to_be_faster(pays, given, shared, monkeypatch):
-  monkeypatch.setattr(_programs, "_SHARING_PAYS", pays)
-  config = dataclasses.replace(SIZED, shared_prompts=given)
-  mesh = models.mesh_of_one(jax.devices()[0])
-  assert sampling.Programs(make()[0], config, STOPS, mesh).config.shares_prompts is shared
