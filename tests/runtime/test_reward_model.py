@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import fcntl
 import functools
 import shutil
 import threading
@@ -203,29 +204,37 @@ def test_gradient_is_that_of_the_pair_loss(stage):
 
 
 def test_a_reward_model_learns_the_comparisons_and_is_kept(stage, tmp_path):
-  train = runtime.RewardModelStage(150, 5e-3, pairs=32, check_every=150)
+  train = runtime.RewardModelStage(60, 5e-3, pairs=32, check_every=60)
   keep = lambda make, options: runtime.KeptStage(make, str(tmp_path / "stage"), options, runtime.abstract_reward_model)
-  keep(train, {"steps": 150})(stage)
+  keep(train, {"steps": 60})(stage)
   never = lambda stage: pytest.fail("they are there")
-  restored = keep(never, {"steps": 150})(stage)
+  restored = keep(never, {"steps": 60})(stage)
   task = stage.encoder.task
   with runtime.make_scorer(stage, restored) as scorer:
     assert runtime.pair_accuracy(scorer, task.preferences("test")) > 0.8
     values = np.array(_reward_model_stage.pair_values(scorer, task.preferences("train")[:256]))
   assert values[:, 0].mean() == pytest.approx(0.0, abs=1e-3)
   assert values.std() == pytest.approx(1.0, abs=1e-3)
-  with pytest.raises(recording.CheckpointError, match="steps: 150 -> 151"):
-    keep(never, {"steps": 151})(stage)
+  with pytest.raises(recording.CheckpointError, match="steps: 60 -> 61"):
+    keep(never, {"steps": 61})(stage)
 
 
-def test_of_runs_that_begin_together_one_makes_a_kept_stage(stage, tmp_path, capsys):
-  made = []
+def test_of_runs_that_begin_together_one_makes_a_kept_stage(stage, tmp_path, capsys, monkeypatch):
+  made, other_waits, flock = [], threading.Event(), fcntl.flock
+
+  def watched(file, operation):
+    try:
+      flock(file, operation)
+    except BlockingIOError:
+      other_waits.set()
+      raise
 
   def make(run):
     made.append(run)
-    time.sleep(0.3)  # time for the other to look
+    assert other_waits.wait(60)
     return run.learner.init(jax.random.key(len(made))).params
 
+  monkeypatch.setattr(fcntl, "flock", watched)
   kept = runtime.KeptStage(make, str(tmp_path / "stages" / "first"), {})
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     first, second = pool.map(kept, [stage, stage])
