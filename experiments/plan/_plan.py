@@ -23,7 +23,8 @@ class Program:
     name: its name.
     side: the devices that it runs on, "learner" or "generation".
     costs: what it costs on one chip; `None` if it was not compiled.
-    needed: the bytes of a chip's memory while it runs, with all that stays there; `None` if unknown.
+    needed: the bytes of a chip's memory while it runs, with all that stays there; `None` if unknown. Of what was not
+      compiled, the least that is certain, if that is too much already.
     beside: those of them that neither stay nor are its arguments: temporaries, results, padding and code.
     problem: why it was not compiled; `None` if it was.
     seconds: the time that the compiler took.
@@ -196,7 +197,8 @@ def _program(plan: Plan, name: str, results: list[dict[str, Any]], depths: tuple
     resident = _along(resident, results[1]["resident"], pair, wanted)
     makes = None if makes is None else _along(makes, results[1]["makes"], pair, wanted)
   if not total.arguments:
-    return Program(name, side, total, None, None, None, seconds)
+    least = plan.stays(side) + (makes or 0.0)
+    return Program(name, side, total, least if least > plan.hbm else None, None, None, seconds)
   resident += plan.resident["generation"].get("cache's padding", 0.0) if name == "decode" else 0.0
   beside = max(0.0, total.sum_of_memory - resident + max(0.0, (makes or 0.0) - total.outputs))
   return Program(name, side, total, plan.stays(side) + beside, beside, None, seconds)

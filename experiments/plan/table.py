@@ -11,8 +11,9 @@ vain: so the table can be compiled bit by bit.
 Groups of 16 samples with prompts of 160 and completions of 128 tokens in the mean, 320 and 256 at most; AdamW in
 float32; `remat full`; no evaluation. The learner splits its parameters over all of its chips, or over the largest power
 of two that divides their number. Generation takes half of each host's chips, a quarter on v6e, or all of them where the
-compiler takes no part of a slice. The weights are split over the fewest generation chips that leave room, and slots
-fill half of what then remains. What was not compiled is without temporaries and exchanges.
+compiler takes no part of a slice. The weights are split over the fewest generation chips of which they fill less than
+half, held twice as in a push, and slots fill half of what then remains. What was not compiled is without temporaries
+and exchanges.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SAMPLES, _POSITIONS, _CHIPS_OF_HOST = 16, 576, 4
 def choose_options(model: str, topology: Topology, generation: int) -> list[str]:
   """Returns the options of a run, by the rules that the table states."""
   config = models.named(model)
-  weights = 2 * config.num_params()
+  weights = 2 * 2 * config.num_params()  # in bfloat16, the old ones and the new ones
   own = generation or _CHIPS_OF_HOST
   hosts = topology.chips // _CHIPS_OF_HOST
   learners = topology.chips - generation * hosts

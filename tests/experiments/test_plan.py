@@ -144,13 +144,27 @@ def test_the_compilers_complaint_says_how_much_a_program_needs():
 
 
 def test_the_table_splits_weights_and_fills_memory_with_slots():
-  runs = (("qwen3-0.6b", "v5e:4x4", 2), ("qwen3-14b", "v5e:16x16", 0), ("qwen3-0.6b", "v5p:2x4x4", 2))
+  runs = (
+    ("qwen3-0.6b", "v5e:4x4", 2),
+    ("qwen3-14b", "v5e:16x16", 0),
+    ("qwen3-0.6b", "v5p:2x4x4", 2),
+    ("qwen3-4b", "v5e:4x4", 2),
+  )
   chosen = [table.choose_options(model, parse_topology(name), generation) for model, name, generation in runs]
   values = [dict(zip(options[::2], options[1::2], strict=True)) for options in chosen]
-  assert [v["--generation-tensor"] for v in values] == ["1", "4", "1"]
-  assert [v["--fsdp"] for v in values] == [v["--rows"] for v in values] == ["8", "256", "16"]
-  assert [v["--groups"] for v in values] == ["32", "64", "32"]  # as many as there are hosts, at least
-  assert [v["--slots"] for v in values] == ["128", "128", "512"]
+  assert [v["--generation-tensor"] for v in values] == ["1", "4", "1", "2"]  # 7.5 GiB fit into 15.75, but not twice
+  assert [v["--fsdp"] for v in values] == [v["--rows"] for v in values] == ["8", "256", "16", "8"]
+  assert [v["--groups"] for v in values] == ["32", "64", "32", "32"]  # as many as there are hosts, at least
+  assert [v["--slots"] for v in values] == ["128", "16", "512", "64"]
+
+
+def test_a_push_needs_room_for_its_result_also_where_nothing_was_compiled():
+  plan = plan_of(step=1.0, decode=0.01, cache=10.0)
+  result = {"side": "generation", "resident": 0, "makes": 6 * 2**30, "costs": {"nbytes": 1}}
+  gather = _plan._program(plan, "gather", [result], (28,))
+  assert (gather.needed, plan.fits(gather)) == (17 * 2**30, "no")
+  gather = _plan._program(plan, "gather", [result | {"makes": 4 * 2**30}], (28,))
+  assert (gather.needed, plan.fits(gather)) == (None, "unknown")
 
 
 def test_the_table_keeps_what_was_compiled(monkeypatch, tmp_path, capsys):
