@@ -10,10 +10,10 @@ vain: so the table can be compiled bit by bit.
 
 Groups of 16 samples with prompts of 160 and completions of 128 tokens in the mean, 320 and 256 at most; AdamW in
 float32; `remat full`; no evaluation. The learner splits its parameters over all of its chips, or over the largest power
-of two that divides their number. Generation takes half of each host's chips, a quarter on v6e, or all of them where the
-compiler takes no part of a slice. The weights are split over the fewest generation chips of which they fill less than
-half, held twice as in a push, and slots fill half of what then remains. What was not compiled is without temporaries
-and exchanges.
+of two that divides their number. Generation takes half of each host's chips, or a quarter on v6e. The weights are split
+over the fewest generation chips of which they fill less than half, held twice as in a push, and slots fill half of what
+then remains. Where the compiler takes no part of a slice, all chips do both, and each generates by itself with all of
+the weights. What was not compiled is without temporaries and exchanges.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ def choose_options(model: str, topology: Topology, generation: int) -> list[str]
   config = models.named(model)
   weights = 2 * 2 * config.num_params()  # in bfloat16, the old ones and the new ones
   own = generation or _CHIPS_OF_HOST
+  engines = 1 if generation else own
   hosts = topology.chips // _CHIPS_OF_HOST
   learners = topology.chips - generation * hosts
   room = topology.chip.hbm - (16 * config.num_params() / learners if generation == 0 else 0)
-  tensor = next((n for n in (1, 2, 4) if own % n == 0 and weights / n < 0.5 * room), own)
+  splits = [n for n in (1, 2, 4) if own % (engines * n) == 0]
+  tensor = next((n for n in splits if weights / n < 0.5 * room), splits[-1])
   slot = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * _POSITIONS / own
-  fitting = [n for n in (16, 32, 64, 128, 256, 512) if n * slot < 0.5 * (room - weights / tensor)]
+  least = _SAMPLES * engines
+  fitting = [n for n in (16, 32, 64, 128, 256, 512) if n >= least and n * slot < 0.5 * (room - weights / tensor)]
   return [
-    *("--groups", str(max(32, hosts)), "--samples", str(_SAMPLES), "--slots", str(max(fitting, default=_SAMPLES))),
+    *("--groups", str(max(32, hosts)), "--samples", str(_SAMPLES), "--slots", str(max(fitting, default=least))),
     *("--generation-devices", str(generation), "--generation-tensor", str(tensor), "--fsdp", str(learners & -learners)),
     *("--rows", str(learners), "--remat", "full", "--eval-prompts", "0", "--max-lag", "2"),
   ]
