@@ -165,7 +165,21 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     return None
 
   first, limit = map(value, test.operands)
-  return None if first is None or limit is None else max(0, limit - first)
+  if first is None or limit is None:
+    return None
+  counter = int(condition[test.operands[0]].attribute("index") or 0)
+  return max(0, math.ceil((limit - first) / _increment(module.computations[loop.attribute("body") or ""], counter)))
+
+
+def _increment(body: Computation, counter: int) -> int:
+  """Returns what a turn of a loop adds to its counter: more than 1 where the compiler has joined several turns."""
+  result = _hlo.root(body)
+  x = body.get(result.operands[counter]) if result.opcode == "tuple" else None
+  while x is not None and x.opcode in ("copy", "bitcast") and x.operands:
+    x = body.get(x.operands[0])
+  if x is None or x.opcode != "add":
+    return 1
+  return next((value for name in x.operands if (value := _constant(body, name))), 1)
 
 
 def _constant(computation: Computation, name: str) -> int | None:
