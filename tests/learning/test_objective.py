@@ -70,7 +70,7 @@ def test_every_method_of_rlhf_trains(method, kl):
 def test_the_threshold_is_that_of_the_whole_batch_however_it_is_split():
   objective = learning.objective("m2po", budget=2.0)
   learners = [
-    make_learner(shape, optimizer=optax.sgd(0.01), objective=objective)
+    make_learner(shape, optimizer=optax.sgd(0.01), policy=SMALL, objective=objective)
     for shape in (shape_of(rows=16, row_tokens=40), shape_of(rows=1, row_tokens=20), shape_of(rows=4, row_tokens=33))
   ]
   assert learners[1].shape.capacity > 8 * learners[0].shape.capacity
@@ -111,7 +111,7 @@ def test_needs_follow_from_the_signatures():
 
 def test_what_is_not_needed_is_not_computed():
   def flops(objective):
-    learner = make_learner(shape_of(), optimizer=optax.sgd(1.0), objective=objective)
+    learner = make_learner(shape_of(), optimizer=optax.sgd(1.0), policy=SMALL, objective=objective)
     batch = learner.put(learning.pack(make_groups(), learner.shape))
     return learner._step.lower(learner.abstract(), batch, None).compile().cost_analysis()["flops"]
 
