@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 from async_rl import models
+from async_rl._paths import write_text
 from experiments.benchmarks import decode_speed
 from experiments.benchmarks import learner_speed
 from experiments.plan import __main__ as command
@@ -274,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
         others = [row for row in rows if row["on"] == on]
         rows.append(what | (planned(point, on) if on in args.topologies else _measured(point, args.smoke, others)))
         print(json.dumps(rows[-1]), flush=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
   plot(result, args.out.with_suffix(".png"))
 
 

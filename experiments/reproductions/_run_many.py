@@ -61,7 +61,14 @@ def run_many(
     seconds: the time until the processes are ended.
     cores: a CPU core for each process to keep to, so that it has no second thread that computes; `None` lets the system
       place them.
+
+  Raises:
+    ValueError: if there are fewer cores than processes.
   """
+  if cores is not None and len(cores) < workers:
+    raise ValueError(
+      f"*cores* must have one for each of {workers} workers, got cores={list(cores)}; name one repeatedly."
+    )
   end, shortest = time.monotonic() + seconds, 0.0
   waiting = jobs if isinstance(jobs, deque) else deque(jobs)
   running: list[_Worker] = []

@@ -58,3 +58,8 @@ def test_jobs_that_follow_from_results_are_done_each_process_on_its_core():
       jobs += ["__import__('os').sched_getaffinity(0)"]
   assert results == [2, {core}]
   assert not jobs
+
+
+def test_fewer_cores_than_processes_are_refused():
+  with pytest.raises(ValueError, match=r"one for each of 2 workers, got cores=\[0\]"):
+    next(run_many(abs, [1, 2], workers=2, cores=[0]))
