@@ -81,14 +81,20 @@ def shared_attention(
   Returns:
     [B, H, d] in q's dtype.
   """
-  attend = _cudnn_attend if backend == "cudnn" else functools.partial(_xla_attend, softcap=softcap)
-  kernel = functools.partial(_shared_attention, functools.partial(attend, scale=scale), window)
+  kernel = functools.partial(_shared_attention, attend_by(backend, scale, softcap), window)
   if mesh is not None:
     heads = fit_sharding(mesh, (ROWS, "tensor"), (q.shape[0], num_kv_heads)).spec
     rows = PartitionSpec(heads[0])
     specs = (heads, (heads,) * 2, rows, SharedPrompts((heads,) * 2, *[rows] * 4))
     kernel = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
   return kernel(q, kv, positions, prompts)
+
+
+def attend_by(backend: str, scale: float, softcap: float | None = None) -> Callable[..., tuple[Array, Array]]:
+  """Returns the attention to one part, as of `_xla_attend`, by a backend."""
+  if backend == "cudnn":
+    return functools.partial(_cudnn_attend, scale=scale)
+  return functools.partial(_xla_attend, scale=scale, softcap=softcap)
 
 
 def _shared_attention(

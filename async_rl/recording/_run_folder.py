@@ -263,26 +263,37 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
 def _take_lock(path: Path, now: float) -> TextIO | BucketLock:
   """Locks the folder for this process; `now` is the time of the bucket that holds it."""
   try:
-    return _lock_file(path / _LOCK) if isinstance(path, pathlib.Path) else BucketLock(path / _LOCK, now)
+    return lock_file(path / _LOCK) if isinstance(path, pathlib.Path) else BucketLock(path / _LOCK, now)
   except InUseError as error:
     raise RunFolderError(
       f"{path} is in use by {error}: wait until it has ended, or choose another folder with --run-dir"
     ) from error
 
 
-def _lock_file(path: pathlib.Path) -> TextIO:
-  """Locks a file, made if missing, and returns it open; it names the process."""
+def lock_file(path: pathlib.Path, waiting: str = "") -> TextIO:
+  """Locks a file, made if missing, and returns it open; it names the process.
+
+  Args:
+    path: the file.
+    waiting: printed where another process has it locked, before waiting for that one; if empty, there is no waiting.
+
+  Raises:
+    InUseError: if another process has it locked, unless this one waits.
+  """
   while True:
     lock = path.open("a+")
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-        break
     except BlockingIOError as error:
-      lock.seek(0)
-      owner = lock.read().strip() or "another process"
-      lock.close()
-      raise InUseError(owner) from error
+      if not waiting:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        raise InUseError(owner) from error
+      print(waiting, flush=True)
+      fcntl.flock(lock, fcntl.LOCK_EX)
+    if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+      break
     lock.close()  # the process that held it removed the folder
   lock.truncate(0)
   lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import pathlib
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._checkpoint import processes_of
 from async_rl.recording._run_folder import find_checkpoints
+from async_rl.recording._run_folder import lock_file
 from async_rl.rollout._mesh import Meshes
 from async_rl.rollout._prompts import PromptEncoder
 from async_rl.runtime._hosts import Hosts
@@ -123,12 +123,8 @@ def _one_run_at_a_time(folder: Path, hosts: Hosts) -> Iterator[None]:
     def lock() -> None:
       if hosts.first and isinstance(folder, pathlib.Path):
         make_folder(folder.parent)
-        file = stack.enter_context(folder.with_name(f"{folder.name}.lock").open("a"))
-        try:
-          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-          print(f"waiting for another run that has {folder} in hand", flush=True)
-          fcntl.flock(file, fcntl.LOCK_EX)
+        file = folder.with_name(f"{folder.name}.lock")
+        stack.enter_context(lock_file(file, f"waiting for another run that has {folder} in hand"))
 
     hosts.agree(lock)
     yield

@@ -81,7 +81,6 @@ def make_kernels(config: models.ModelConfig, case: Case, backend: str) -> list[K
   own = [(random(case.slots, case.own, n, width), random(case.slots, case.own, n, width)) for _ in range(case.layers)]
   join = jax.jit(lambda a, b: jnp.concatenate([jnp.repeat(a, GROUP, 0), b], 1))
   whole = [tuple(map(join, *parts)) for parts in zip(prompts, own, strict=True)]
-  by_head = jax.jit(lambda x: x.swapaxes(1, 2))
 
   def seen(kv: tuple[Array, Array]) -> tuple[Array, Array]:
     return kv[0].swapaxes(1, 2), kv[1].swapaxes(1, 2)
@@ -93,15 +92,13 @@ def make_kernels(config: models.ModelConfig, case: Case, backend: str) -> list[K
     None, lengths, rows.reshape(groups, GROUP), rows, jnp.full(case.slots, case.prompt, jnp.int32)
   )
   options: dict[str, Any] = {"num_kv_heads": n, "scale": scale, "backend": backend}
+  by_head = jax.jit(seen)
 
   def xla(q: Array, kv: Any, counts: Array) -> Array:
-    return _shared_attention._xla_attend(q, kv[0], kv[1], counts, None, scale=scale, softcap=None)[0]
+    return _shared_attention.attend_by("xla", scale)(q, *kv, counts, None)[0]
 
   def used(q: Array, kv: Any, counts: Array) -> Array:
-    if backend != "cudnn":
-      return xla(q, seen(kv), counts)
-    k, v = seen(kv)
-    return _shared_attention._cudnn_attend(q, k, v, counts, None, scale=scale)[0]
+    return _shared_attention.attend_by(backend, scale)(q, *seen(kv), counts, None)[0]
 
   def with_own_prompts(q: Array, kv: Any) -> Array:
     return models.cache_attention(q, seen(kv), positions + case.prompt, **options)
@@ -130,10 +127,10 @@ def make_kernels(config: models.ModelConfig, case: Case, backend: str) -> list[K
     Kernel("own part", own_part, q, own, filled),
     Kernel("own part, heads as tokens", own_part_as_tokens, q, own, filled),
     Kernel("own part, XLA", lambda q, kv: xla(q[:, None], kv, positions + 1)[:, 0], q,
-           [tuple(map(by_head, kv)) for kv in own], filled),
+           list(map(by_head, own)), filled),
     Kernel("prompts", prompt_part, members, prompts, shared),
     Kernel("prompts, XLA", lambda q, kv: xla(q, kv, lengths), members,
-           [tuple(map(by_head, kv)) for kv in prompts], shared),
+           list(map(by_head, prompts)), shared),
   ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ import itertools
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,7 +54,9 @@ GROUP = 8  # samples of a prompt
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Slots, prompt tokens, cache positions, length buckets, live slots (all), whether to run end to end, group size."""
+  """Slots, prompt tokens, cache positions, length buckets, live slots (all), whether to run end to end, group size,
+  whether groups share their prompts.
+  """
 
   slots: int
   prompt: int
@@ -62,6 +65,7 @@ class Case:
   live: int | None = None
   end_to_end: bool = False
   group: int = GROUP
+  shared: bool = False
 
 
 CASES = (
@@ -94,7 +98,7 @@ def copy_bandwidth(size: int) -> float:
   return 2 * size / best
 
 
-def sampler_config(case: Case, chunk: int, shared: bool = False) -> SamplerConfig:
+def sampler_config(case: Case, chunk: int) -> SamplerConfig:
   """Returns the sizes of the engine of one row."""
   return SamplerConfig(
     slots=case.slots,
@@ -103,7 +107,7 @@ def sampler_config(case: Case, chunk: int, shared: bool = False) -> SamplerConfi
     max_new_tokens=case.capacity - case.prompt,
     chunk=chunk,
     length_buckets=case.buckets,
-    shared_prompts=shared,
+    shared_prompts=case.shared,
   )
 
 
@@ -120,21 +124,15 @@ def floor_of(policy: Policy, params: Params, filled: float, bandwidth: float) ->
   return (sum(x.nbytes for x in jax.tree.leaves(params)) + filled * position) / bandwidth
 
 
-def make_engine(policy: Policy, params: Params, config: SamplerConfig) -> Engine:
-  """Returns an engine that has weights and never stops before the longest completion."""
-  engine = Engine(policy, config, stop_ids=(), pad_id=0)
+def make_engine(policy: Policy, params: Params, config: SamplerConfig, stop_ids: Sequence[int] = ()) -> Engine:
+  """Returns an engine that has weights; without tokens that stop it, every completion is the longest."""
+  engine = Engine(policy, config, stop_ids=stop_ids, pad_id=0)
   engine.set_weights(params, 0)
   return engine
 
 
 def measure(
-  policy: Policy,
-  params: Params,
-  case: Case,
-  chunk: int,
-  bandwidth: float,
-  shared: bool = False,
-  engine: Engine | None = None,
+  policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float, engine: Engine | None = None
 ) -> dict[str, Any]:
   """One row of the table.
 
@@ -144,10 +142,9 @@ def measure(
     case: the sizes.
     chunk: the steps of a chunk.
     bandwidth: bytes per second of the device's memory.
-    shared: whether prompts are shared.
     engine: the engine of these sizes, from `make_engine`; `None` makes one.
   """
-  engine = engine or make_engine(policy, params, sampler_config(case, chunk, shared))
+  engine = engine or make_engine(policy, params, sampler_config(case, chunk))
   drain(engine)  # of what an earlier call left
   live = case.live or case.slots
   for ticket in range(live // case.group):
@@ -156,10 +153,10 @@ def measure(
   start = time.perf_counter()
   engine.step()
   step = (time.perf_counter() - start) / chunk
-  read = live * 1.5 * chunk + (live // case.group if shared else live) * case.prompt
+  read = live * 1.5 * chunk + (live // case.group if case.shared else live) * case.prompt
   floor = floor_of(policy, params, read, bandwidth)
   row = {
-    "shared_prompts": shared,
+    "shared_prompts": case.shared,
     "slots": case.slots,
     "live": live,
     "filled": int(case.prompt + 1.5 * chunk),
@@ -186,13 +183,10 @@ def drain(engine: Engine) -> None:
     engine.step()
 
 
-def measure_tail(
-  policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float, shared: bool = False
-) -> dict[str, Any]:
+def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwidth: float) -> dict[str, Any]:
   """The row of a batch whose completions have a long tail: one sample per slot, from the first chunk to the last."""
   stops = range(0, policy.config.vocab_size, MEAN_LENGTH)
-  engine = Engine(policy, sampler_config(case, chunk, shared), stop_ids=stops, pad_id=0)
-  engine.set_weights(params, 0)
+  engine = make_engine(policy, params, sampler_config(case, chunk), stops)
   engine.warmup()
   seconds, floor = 0.0, 0.0
   for ticket in range(case.slots // case.group):
@@ -207,11 +201,11 @@ def measure_tail(
     lengths[completion.ticket, completion.sample] = len(completion.tokens)
   for step in range(chunk, lengths.max()):
     live = lengths > step
-    prompts = live.any(1).sum() if shared else live.sum()
+    prompts = live.any(1).sum() if case.shared else live.sum()
     floor += floor_of(policy, params, prompts * case.prompt + live.sum() * step, bandwidth)
   steps = int(lengths.max()) - chunk
   return {
-    "shared_prompts": shared,
+    "shared_prompts": case.shared,
     "slots": case.slots,
     "mean_length": round(float(lengths.mean()), 1),
     "longest": int(lengths.max()),
@@ -260,16 +254,17 @@ def main() -> None:
       continue
     engines: dict[tuple[str, bool], Engine] = {}
     for _, (attention, shared) in itertools.product(range(args.repeats), variants):
-      policy = Policy(config, attention=attention)
-      engine = engines.get((attention, shared)) or make_engine(policy, params, sampler_config(case, chunk, shared))
+      policy, case = Policy(config, attention=attention), dataclasses.replace(case, shared=shared)
+      engine = engines.get((attention, shared)) or make_engine(policy, params, sampler_config(case, chunk))
       if args.repeats > 1:  # at once, they need more memory
         engines[attention, shared] = engine
-      report(attention, measure(policy, params, case, chunk, bandwidth, shared, engine))
+      report(attention, measure(policy, params, case, chunk, bandwidth, engine))
       del engine
   if not args.only or "tail" in args.only:
     tail, chunk = (Case(32, 40, 128), 8) if args.smoke else (Case(512, 320, 832), 16)
     for attention, shared in variants:
-      report(attention, measure_tail(Policy(config, attention=attention), params, tail, chunk, bandwidth, shared))
+      case = dataclasses.replace(tail, shared=shared)
+      report(attention, measure_tail(Policy(config, attention=attention), params, case, chunk, bandwidth))
 
 
 if __name__ == "__main__":

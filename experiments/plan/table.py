@@ -25,6 +25,7 @@ import sys
 from typing import Any
 
 from async_rl import models
+from async_rl._paths import write_text
 from experiments.plan import __main__ as command
 from experiments.plan._balance import find_pace
 from experiments.plan._chips import Topology
@@ -161,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
       print(json.dumps(row), file=sys.stderr, flush=True)
       if old is None or args.no_compile or _is_compiled(row):
         rows[model, name] = row
-      args.out.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+      write_text(args.out, json.dumps(list(rows.values()), indent=1) + "\n")
   print(to_text(list(rows.values())), to_overview(list(rows.values())), sep="\n\n")
   return 0
 

