@@ -42,6 +42,18 @@ def _tempered_is(
   return losses.reinforce(logprobs, behavior, weights[:, None] * advantages, mask)
 
 
+def _times_length(loss: losses.PolicyLossFn, power: float) -> losses.PolicyLossFn:
+  """Returns a loss times (a sequence's number of tokens)^*power*: at 1 its mean over tokens becomes a sum."""
+
+  def scaled(logprobs: Array, behavior: Array, advantages: Array, mask: Array) -> losses.PolicyLoss:
+    out = loss(logprobs, behavior, advantages, mask)
+    return out._replace(loss=out.loss * jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.float32) ** power)
+
+  return scaled
+
+
+_sequence_ppo = functools.partial(losses.proximal_rloo, low=0.5, high=1.0)
+
 #: Losses as objectives take them. There is one update per batch, so that of the weights of `decoupled_ppo`, whose
 #: proximal policy is the one at the batch's start, only the behavior weight remains.
 LOSSES: dict[str, losses.PolicyLossFn] = {
@@ -58,7 +70,7 @@ LOSSES: dict[str, losses.PolicyLossFn] = {
   # Not from a paper of the list.
   "sequence_tis_1": functools.partial(losses.sequence_tis, cap=1.0),
   "gspo_wide": functools.partial(losses.gspo, low=0.03, high=0.03),
-  "sequence_ppo": functools.partial(losses.proximal_rloo, low=0.5, high=1.0),
+  "sequence_ppo": _sequence_ppo,
   "prefix_tis": _prefix_tis,
   "tempered_is": _tempered_is,
   # Of later papers.
@@ -68,6 +80,11 @@ LOSSES: dict[str, losses.PolicyLossFn] = {
   "sat": losses.sat,
   "log_squared": losses.log_squared,
   "m2po_signed": functools.partial(losses.m2po, signed=True),
+  # Parts of TOPR and of PPO on sequence ratios: successes alone; sums over tokens, which the clip of the gradient's
+  # norm makes steps of one length; means, which it leaves alone.
+  "topr_successes": functools.partial(losses.topr, cap=0.0),
+  "topr_sum": _times_length(losses.topr, 1.0),
+  "sequence_ppo_mean": _times_length(_sequence_ppo, -1.0),
 }
 
 

@@ -281,6 +281,45 @@ INGREDIENTS_EXACT = {
   "centered + OPOB, exact": _method("reinforce", OPOB, CENTERED),
 }
 
+#: Why TOPR and PPO on sequence ratios hold: without failures, with the same cap on successes, and with or without the
+#: clip of the gradient's norm, which sums over tokens meet at every step and means hardly ever.
+PARTS = {
+  "successes alone": _method("topr_successes"),
+  "seq TIS, cap 1": _method("sequence_tis_1"),
+  "TOPR, sums": _method("topr_sum"),
+  "sequence PPO, means": _method("sequence_ppo_mean"),
+  "sequence PPO + ahead": _method("sequence_ppo", ahead=1.0),
+}
+
+#: Less momentum, which adds to the lag.
+LESS_MOMENTUM = {
+  "TOPR, momentum .5": _method("topr", b1=0.5),
+  "TOPR, momentum 0": _method("topr", b1=0.0),
+}
+
+#: What the parts of the best make together, in the hope of reaching sync.
+REACHING = {
+  "TOPR, sums, momentum .97": _method("topr_sum", b1=0.97),
+  "TOPR, sums + ahead, momentum .97": _method("topr_sum", ahead=1.0, b1=0.97),
+  "TOPR, sums, momentum .5": _method("topr_sum", b1=0.5),
+  "VESPO, momentum .97": _method("vespo", b1=0.97),
+  "sequence PPO, momentum .5": _method("sequence_ppo", b1=0.5),
+  "sequence PPO + ESS": _method("sequence_ppo", ESS),
+}
+
+#: The same with exact norms: TOPR, and other weights of a sequence.
+TOPR_REACHING_EXACT = {
+  "TOPR + OPOB, exact, momentum .97": _method("topr", OPOB, b1=0.97),
+  "TOPR, sums + OPOB, exact": _method("topr_sum", OPOB),
+  "TOPR, sums + OPOB, exact, momentum .97": _method("topr_sum", OPOB, b1=0.97),
+  "TOPR, sums + OPOB, exact + ahead, momentum .97": _method("topr_sum", OPOB, ahead=1.0, b1=0.97),
+}
+REACHING_EXACT = {
+  "VESPO + OPOB, exact": _method("vespo", OPOB),
+  "sequence PPO + OPOB, exact, momentum .5": _method("sequence_ppo", OPOB, b1=0.5),
+  "sequence PPO + ESS + OPOB, exact": _method("sequence_ppo", ESS, OPOB),
+}
+
 #: The map of GAC by group of methods: thresholds, and the other choices at some of them, on several corrections.
 GAC_MAP = {
   f"GAC {part}, {base}": {name: PUBLISHED[base] | knobs for name, knobs in make(base).items()}
@@ -310,9 +349,10 @@ RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS
 
 #: The methods of the program with exact norms.
 EXACT_NORMS = SYNC_EXACT | THIRD | EXACT | MOMENTUM_EXACT | INGREDIENTS_EXACT
+EXACT_NORMS |= TOPR_REACHING_EXACT | REACHING_EXACT
 
 METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | MOMENTUM | TOKEN_WEIGHTS | RAMPED | EXACT_NORMS
-METHODS |= CENTERED_SCORES | INGREDIENTS
+METHODS |= CENTERED_SCORES | INGREDIENTS | PARTS | LESS_MOMENTUM | REACHING
 for _group in GAC_ON.values():
   METHODS |= _group
 #: All controls.

@@ -231,6 +231,18 @@ def test_tempered_weights_keep_half_of_the_batch():
   assert weights[3] > weights[0]
 
 
+def test_sums_and_means_differ_by_the_length_and_successes_alone_have_no_failures():
+  logs, advantages = jnp.array([[0.1, 0.2], [0.3, 0.1], [0.2, 0.0]]), jnp.array([[1.0] * 2, [-1.0] * 2, [-1.0] * 2])
+  batch = batch_with(logs, jnp.ones(3))._replace(mask=jnp.array([[True, True], [True, True], [True, False]]))
+  every = jax.jit(jax.vmap(sweep_losses.coefficients, in_axes=(0, None, None, None)))
+  by_loss = np.asarray(every(jnp.arange(len(sweep_losses.LOSSES)), logs, advantages, batch))
+  made = lambda name: by_loss[list(sweep_losses.LOSSES).index(name)]
+  np.testing.assert_allclose(made("topr_sum"), made("topr") * [[2], [2], [1]], rtol=1e-6)
+  np.testing.assert_allclose(made("sequence_ppo_mean"), made("sequence_ppo") / [[2], [2], [1]], rtol=1e-6)
+  np.testing.assert_allclose(made("topr_successes"), made("topr") * [[1], [0], [0]], atol=1e-8)
+  assert np.all(made("topr")[1] != 0)
+
+
 def test_the_servo_settles_where_half_of_the_batch_counts():
   optimizer = methods.servo_by_ess(0.5)
   state = optimizer.init(jnp.zeros(1))
