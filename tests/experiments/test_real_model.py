@@ -1,5 +1,6 @@
 """The study of a real model: its command, its plan, and what it makes of runs."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -89,6 +90,9 @@ def test_a_run_has_the_lag_and_the_method_that_it_is_called_after(tmp_path):
   run = study.Run("sequence PPO, momentum .97", 2, 3, 1e-3)
   made = found.experiment(run)
   options = made.options
+  large = dataclasses.replace(found, sizes=study.LARGE, test_samples=4).experiment(run)
+  assert large.options.training.groups * large.options.training.samples == large.options.rollout.slots == 512
+  assert large.options.output.eval_prompts >= len(large.task.prompts("test")) == 4 * len(made.task.prompts("test"))
   assert (options.schedule.mode, options.schedule.max_lag, options.training.seed) == ("simulated", 2, 3)
   assert options.output.run_dir == str(found.run_dir(run))
   assert made.objective.loss.keywords == {"low": 0.5, "high": 1.0}
@@ -100,6 +104,14 @@ def test_short_problems_are_those_with_few_calculations():
   chosen = study.ShortGSM8K(folder=str(GSM8K), operations=1).prompts("train")
   assert 0 < len(chosen) < len(every)
   assert [prompt.answer for prompt in chosen] == [prompt.answer for prompt in every if prompt.answer.count("<<") <= 1]
+
+
+def test_test_problems_come_as_often_as_they_are_sampled():
+  once, thrice = (study.ShortGSM8K(folder=str(GSM8K), test_samples=count) for count in (1, 3))
+  texts = [prompt.text for prompt in once.prompts("test")]
+  assert [prompt.text for prompt in thrice.prompts("test")] == 3 * texts
+  assert [prompt.id for prompt in thrice.prompts("test")] == list(range(3 * len(texts)))
+  assert len(thrice.prompts("train")) == len(once.prompts("train"))
 
 
 def test_what_is_kept_of_a_step_are_metrics():
@@ -114,10 +126,11 @@ def test_methods_need_what_they_are_called_after():
 
 
 def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
-  runs = list(study.plan((0, 2, 8), ["no correction", "TOPR", "VCPO, exact"], seeds=2, rate=1e-4))
-  assert len(set(runs)) == len(runs) == 2 + 2 * 2 * 3
+  runs = list(study.plan((0, 2, 8), ["no correction", "TOPR", "A-3PO", "VCPO, exact"], seeds=2, rate=1e-4))
+  assert len(set(runs)) == len(runs) == 2 + 2 * 2 * 4
   order = [(run.method, run.lag, run.seed) for run in runs]
-  assert {lag for _, lag, _ in order[6:10]} == {2}
+  assert order[6:8] == [("A-3PO", 8, 0), ("A-3PO", 8, 1)]
+  assert {lag for _, lag, _ in order[8:14]} == {2}
   assert order[:4] == [("no correction", 0, 0), ("no correction", 8, 0), ("TOPR", 8, 0), ("no correction", 0, 1)]
   assert [method for method, _, _ in order[-4:]] == ["VCPO, exact"] * 4
   assert list(study.plan((0,), ["TOPR"], seeds=1, rate=1e-4)) == [study.Run("no correction", 0, 0, 1e-4)]
@@ -165,5 +178,6 @@ def test_differences_of_shares_have_newcombes_interval():
   wide = reports.difference(31 / 440, 0.0, comparisons=9)
   assert wide[0] < low
   assert wide[1] > high
-  half = stats.norm.ppf(0.975) * (2 * 0.25 / 440) ** 0.5
-  assert reports.difference(0.5, 0.5) == pytest.approx((-half, half), rel=0.01)  # as that of a normal distribution
+  for samples in (440, 1760):
+    half = stats.norm.ppf(0.975) * (2 * 0.25 / samples) ** 0.5  # as that of a normal distribution
+    assert reports.difference(0.5, 0.5, samples=samples) == pytest.approx((-half, half), rel=0.01)
