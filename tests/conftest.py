@@ -74,6 +74,14 @@ def tpu_chips(monkeypatch):
 
 
 @pytest.fixture
+def lowers_for_gpus():
+  """Lets kernels of GPUs be lowered without one, for which JAX asks which one it shall be."""
+  kind = jax.sharding.AbstractDevice("NVIDIA H100", 132, "gpu")
+  with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)):
+    yield
+
+
+@pytest.fixture
 def interpreted_kernels(monkeypatch):
   """Interprets kernels of TPUs that have no option for it; JAX 0.10.2 would fail at indices that are constants."""
   import functools

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,26 @@ def rotated(x: Array, angles: Array) -> Array:
 _NORMS = Norms()
 
 
+class Rotation(NamedTuple):
+  """Norms and rotates the queries and keys of a layer.
+
+  Attributes:
+    norms: how that is computed.
+    q_norm: the norm of queries; `None` for none.
+    k_norm: the norm of keys; `None` for none.
+    angles: float32 [..., d / 2].
+  """
+
+  norms: Norms
+  q_norm: RMSNorm | None
+  k_norm: RMSNorm | None
+  angles: Array
+
+  def __call__(self, q: Array, k: Array) -> tuple[Array, Array]:
+    """Maps q [..., H, d] and k [..., N, d]."""
+    return self.norms.rotate(q, self.q_norm, self.angles), self.norms.rotate(k, self.k_norm, self.angles)
+
+
 def _plain(name: str, x: Array, y: Array) -> Array:
   del name, x
   return y
@@ -123,12 +144,13 @@ class Layer(nnx.Module):
     self,
     x: Array,
     angles: Array,
-    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+    attend: Callable[[Array, Array, Array, Rotation], tuple[Array, Any]],
     adapt: Callable = _plain,
     norms: Norms = _NORMS,
   ):
     """Maps x [..., D] and angles [..., d / 2] to [..., D] and the second output of `attend`.
 
+    `attend` gets queries and keys before their norms and rotation, which is its last argument.
     `adapt(name, input, output)` returns the output to use for each linear map.
     """
     c = self.config
@@ -138,9 +160,8 @@ class Layer(nnx.Module):
 
     x, *normed = norms.add(x, None, self.attention_norm, 3)
     q, k, v = (linear(name, h).reshape(*h.shape[:-1], -1, c.head_dim) for name, h in zip("qkv", normed, strict=True))
-    q = norms.rotate(q, self.q_norm if c.qk_norm else None, angles)
-    k = norms.rotate(k, self.k_norm if c.qk_norm else None, angles)
-    out, extra = attend(q, k, v)
+    q_norm, k_norm = (self.q_norm, self.k_norm) if c.qk_norm else (None, None)
+    out, extra = attend(q, k, v, Rotation(norms, q_norm, k_norm, angles))
     h = linear("o", out.reshape(*out.shape[:-2], -1))
     x, for_gate, for_up = norms.add(x, self.attention_post_norm(h) if c.post_norms else h, self.mlp_norm, 2)
     activation = jax.nn.silu if c.activation == "silu" else jax.nn.gelu

@@ -52,6 +52,8 @@ _SAVED: dict[str, tuple[str, ...] | None] = {
 }
 REMAT = tuple(_SAVED)
 DTYPES = ("float32", "bfloat16", "float16")
+#: The widths of heads that the kernels of norms and rotations take.
+_FUSED_WIDTHS = (32, 64, 128, 256)
 #: The parts of the parameters that have a leading axis of layers.
 _STACKED = ("layers", "adapters")
 
@@ -160,9 +162,8 @@ class Policy:
     if prompts is not None:  # rows that nothing lives in may have any position
       entries = jnp.clip(positions - prompts.starts, 0, cache[0][0].shape[2] - 1)
 
-    def attend(kv, shared, local, q, k, v):
-      new = _attention.arrange(k, v, self._cache_arrays)
-      kv = tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
+    def attend(kv, shared, local, q, k, v, rotation):
+      q, kv = store(q, k, v, kv, rotation)
       attention = _attention.cache_attention
       if shared is not None:
         attention = functools.partial(_shared_attention.shared_attention, prompts=shared)
@@ -176,6 +177,16 @@ class Policy:
         mesh=self.mesh,
       )  # fmt: skip
       return out, kv
+
+    def store(q, k, v, kv, rotation):
+      if self.cache_backend == "cudnn" and self.config.head_dim in _FUSED_WIDTHS:
+        from async_rl.models._fused_decode import rotate_and_store  # takes a third of a second to import
+
+        fused = functools.partial(rotate_and_store, mesh=self.mesh, interpret=self._device.platform == "cpu")
+        return fused(q, k, v, kv, jnp.clip(entries, 0, kv[0].shape[2] - 1), rotation)
+      q, k = rotation(q, k)
+      new = _attention.arrange(k, v, self._cache_arrays)
+      return q, tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
 
     ends = self._ends(params)
     x = ends.encode(tokens, self.mesh).astype(self._residual_dtype)
@@ -270,7 +281,8 @@ class Policy:
     return np.array([self.config.is_local(i) for i in range(self.config.num_layers)]), self.config.frequencies()
 
   def _attend_rows(self, segments: Array, local: Array | bool, keep: bool):
-    def attend(q, k, v):
+    def attend(q, k, v, rotation):
+      q, k = rotation(q, k)
       # Heads that "tensor" does not divide are whole on every device; a projection may be split within a head.
       q, k, v = (constrain(x, self.mesh, ROWS, None, "tensor") for x in (q, k, v))
       out = _attention.self_attention(

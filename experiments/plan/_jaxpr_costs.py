@@ -29,6 +29,8 @@ _ALONE = {
 _CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 #: Queries and keys that cuDNN's kernels are taken to compute at a time, also what is hidden of a diagonal block.
 _CUDNN_BLOCK = 128
+#: The bytes that a product moves, up to which XLA joins it with others of the same value.
+_JOINED_PRODUCT = 2**25
 _LOOPS = {"scan", "while", "cond", "shard_map"}
 #: Primitives that move nothing: they give a value another shape, or say how it lies.
 _VIEWS = {
@@ -121,6 +123,7 @@ def _count(jaxpr: Any, arguments: list[_Value], scope: _Scope, found: tuple[list
   results = {env[v] for v in jaxpr.outvars if isinstance(v, core.Var)}
   steps = _alive(steps, results)
   found[0].extend(_fusions(steps, results, scope.times))
+  products: dict[Any, list[_Step]] = collections.defaultdict(list)
   for step in steps:
     if step.name in _LOOPS:
       for inner, operands, within in _bodies(step, scope):
@@ -129,8 +132,11 @@ def _count(jaxpr: Any, arguments: list[_Value], scope: _Scope, found: tuple[list
       found[1].append(_kernel(step, scope))
     elif step.name in _CUDNN_PRODUCTS:
       found[1].append(_cudnn_kernel(step, scope))
+    elif step.name == "dot_general" and _operation(step, scope).nbytes <= _JOINED_PRODUCT:
+      products[step.reads[0], str(step.eqn.params["dimension_numbers"])].append(step)
     elif step.alone:
       found[0].append(_operation(step, scope))
+  found[0].extend(_joined_product(steps, scope) for steps in products.values())
 
 
 def _inline(jaxpr: Any, env: dict[Any, Any], share: float) -> Iterator[_Step]:
@@ -218,6 +224,13 @@ def _operation(step: _Step, scope: _Scope) -> Operation:
   return Operation(product_flops(step.eqn) * scope.share, nbytes, scope.times, dtype)
 
 
+def _joined_product(steps: list[_Step], scope: _Scope) -> Operation:
+  """Counts products of one value with several matrices, which XLA joins to one if they are small."""
+  parts = [_operation(step, scope) for step in steps]
+  again = (len(steps) - 1) * steps[0].reads[0].nbytes
+  return parts[0]._replace(flops=sum(x.flops for x in parts), nbytes=sum(x.nbytes for x in parts) - again)
+
+
 def product_flops(eqn: Any) -> float:
   """Returns the products and sums of an equation that multiplies matrices; 0 for others."""
   if eqn.primitive.name != "dot_general":
@@ -238,7 +251,9 @@ def _kernel(step: _Step, scope: _Scope) -> Operation:
   if "splash" in name and grid[-1] == grid[-3 if "dkv" in name else -2]:
     blocks *= (grid[-1] + 1) / (2 * grid[-1])  # blocks above the diagonal are skipped
   flops = sum(product_flops(eqn) for eqn in _all_eqns(params["jaxpr"]))
-  return Operation(flops * blocks, sum(x.nbytes for x in (*step.reads, *step.makes)), scope.times, "bfloat16")
+  nbytes = sum(x.nbytes for x in (*step.reads, *step.makes))
+  nbytes -= sum(2 * step.makes[out].nbytes for _, out in params["input_output_aliases"])  # a few entries are written
+  return Operation(flops * blocks, nbytes, scope.times, "bfloat16")
 
 
 def _decode_kernel(step: _Step, scope: _Scope) -> Operation:

@@ -12,6 +12,9 @@ from learning_helpers import make_mesh
 
 from async_rl import models
 from async_rl import rollout
+from async_rl.models._fused_decode import rotate_and_store
+from async_rl.models._layers import Norms
+from async_rl.models._layers import Rotation
 from experiments.plan import _hlo
 from experiments.plan import _hlo_costs
 from experiments.plan import _jaxpr_costs
@@ -115,6 +118,20 @@ def test_values_that_are_not_needed_cost_nothing():
   assert traffic(lambda x, y: (x @ y, jnp.sin(x))[1], (N, N), (N, N)) == 2 * N**2
 
 
+def test_small_products_of_one_value_are_joined():
+  """It is read once; of larger ones each is by itself, and so are products of different values."""
+
+  def operations(function, n):
+    traced = jax.jit(function).trace(*[jax.ShapeDtypeStruct((n, n), jnp.float32)] * 3)
+    found = [x for x in _jaxpr_costs.count_traced(traced.jaxpr)[0] if x.flops]
+    assert sum(x.flops for x in found) == 2 * 2 * n**3
+    return [x.nbytes / (4 * n**2) for x in found]
+
+  assert operations(lambda x, y, z: (x @ y, x @ z), N) == [5]
+  assert operations(lambda x, y, z: (x @ y, z @ x), N) == [3, 3]
+  assert operations(lambda x, y, z: (x @ y, x @ z), 2048) == [3, 3]
+
+
 def test_an_attention_kernel_skips_what_no_token_sees():
   """Of four by four blocks, ten lie on the diagonal or below it; a block is two products."""
   rows, length, heads, width = 2, 2048, 4, 128
@@ -145,6 +162,22 @@ def test_the_decode_kernel_reads_the_blocks_that_are_filled():
   _, (whole,) = _jaxpr_costs.count_traced(traced.jaxpr)
   assert whole.nbytes == pytest.approx(positions * length + queries, rel=0.01)
   assert total(operations) == 0
+
+
+def test_a_kernel_that_writes_into_a_cache_does_not_move_it():
+  rows, heads, groups, width = 16, 4, 2, 128
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  store = lambda angles, entries, *arrays: rotate_and_store(*arrays, entries, Rotation(Norms(), None, None, angles))
+
+  def moved(length):
+    angles, cache = jax.ShapeDtypeStruct((rows, width // 2), jnp.float32), array(rows, groups, length, width)
+    new = array(rows, heads, width), array(rows, groups, width), array(rows, groups, width)
+    traced = jax.jit(store).trace(angles, jax.ShapeDtypeStruct((rows,), jnp.int32), *new, (cache, cache))
+    (kernel,) = _jaxpr_costs.count_traced(traced.jaxpr)[1]
+    return kernel.nbytes
+
+  queries, keys = 2 * rows * heads * width, 2 * rows * groups * width  # bytes
+  assert moved(1024) == moved(16) == pytest.approx(2 * queries + 2 * keys + 4 * rows * width, rel=0.01)
 
 
 def test_cudnns_kernel_skips_what_no_token_sees():

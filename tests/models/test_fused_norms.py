@@ -73,6 +73,7 @@ def test_a_residual_stream_can_have_another_dtype():
   np.testing.assert_array_equal(dx.astype(np.float16), dh)
 
 
+@pytest.mark.usefixtures("lowers_for_gpus")
 def test_they_become_one_kernel_for_each_pass():
   def loss(x, heads, scale, angles):
     x, y = add_and_norm(x, x, scale, uses=1, eps=EPS)
