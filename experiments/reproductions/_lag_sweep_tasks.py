@@ -14,6 +14,7 @@ import numpy as np
 
 from async_rl import models
 from async_rl import tasks
+from experiments.reproductions._lag_sweep_sorting import Sorting
 
 Array = jax.Array
 
@@ -38,7 +39,7 @@ class Setting:
   """A task with the sizes that its runs have; hashable.
 
   Attributes:
-    task: the task, `tasks.Sums` or `tasks.CountdownSteps`.
+    task: the task, `tasks.Sums`, `tasks.CountdownSteps` or `Sorting`.
     model: the architecture; its vocabulary is the task's symbols, then the end token, then padding.
     groups: the number of prompts of an update.
     samples: the number of completions of a prompt.
@@ -61,6 +62,8 @@ class Setting:
 
   @property
   def completion_tokens(self) -> int:
+    if isinstance(self.task, Sorting):
+      return self.task.numbers + 1
     return (11 if isinstance(self.task, tasks.Sums) else 6) * (self.task.numbers - 1)
 
   @property
@@ -84,6 +87,8 @@ SETTINGS = {
   "ch4": Setting(tasks.Sums(numbers=4), _model(13, 128, 3)),
   "cd4": Setting(tasks.CountdownSteps(numbers=4), _model(107, 128, 3)),
   "ch3": Setting(tasks.Sums(numbers=3), _model(13, 64, 2), groups=16, steps=200),
+  "ch4wide": Setting(tasks.Sums(numbers=4), _model(13, 256, 3)),
+  "sort16": Setting(Sorting(numbers=16), _model(11, 128, 3)),
 }
 
 #: Changes that make a setting run anywhere in seconds; it learns nothing.
@@ -113,7 +118,9 @@ def problems(setting: Setting, folder: pathlib.Path, data_dir: str | None = None
   """Returns the train and test problems, kept as tokens in *folder*: a machine that has the file needs no TFDS."""
   file = folder / f"problems_{setting.task.name}.npz"
   if not file.exists():
-    task = dataclasses.replace(setting.task, data_dir=data_dir)
+    task = setting.task
+    if not isinstance(task, Sorting):
+      task = dataclasses.replace(task, data_dir=data_dir)
     rng, arrays = np.random.default_rng(0), {}
     for split in ("train", "test"):
       prompts = list(task.prompts(split))
@@ -135,7 +142,12 @@ def reward_fn(setting: Setting) -> Callable[[Array, Array], Array]:
 
   What follows an end token in a completion is ignored. A completion without an end token earns nothing.
   """
-  right = _sums_right if isinstance(setting.task, tasks.Sums) else _countdown_right
+  by_task: dict[type, Callable[[Any, Array, Array], Array]] = {
+    tasks.Sums: _sums_right,
+    tasks.CountdownSteps: _countdown_right,
+    Sorting: _sorting_right,
+  }
+  right = by_task[type(setting.task)]
   return lambda prompts, tokens: right(setting.task, prompts, tokens).astype(jnp.float32)
 
 
@@ -147,6 +159,12 @@ def _sums_right(task: tasks.Sums, prompts: Array, tokens: Array) -> Array:
   digits = prompts.reshape(-1, task.numbers, 3)
   total = jnp.sum(10 * digits[:, :, 0] + digits[:, :, 1], axis=1)
   return formed & (100 * tokens[:, -4] + 10 * tokens[:, -3] + tokens[:, -2] == total)
+
+
+def _sorting_right(task: Sorting, prompts: Array, tokens: Array) -> Array:
+  """`5208=` is answered by `0258` and the end token."""
+  in_order = jnp.all(tokens[:, :-1] == jnp.sort(prompts[:, : task.numbers], axis=1), axis=1)
+  return in_order & (tokens[:, -1] == len(symbols(task)))
 
 
 def _countdown_right(task: tasks.CountdownSteps, prompts: Array, tokens: Array) -> Array:

@@ -25,10 +25,12 @@ from experiments.reproductions import _lag_sweep_run as runs
 from experiments.reproductions import _lag_sweep_starts as warm
 from experiments.reproductions import _lag_sweep_tasks as problems
 from experiments.reproductions import lag_sweep
+from experiments.reproductions._lag_sweep_sorting import Sorting
 
 SETTINGS = {
   "sums": problems.Setting(tasks.Sums(numbers=3, train=60, test=40), problems.SETTINGS["ch3"].model),
   "countdown": problems.Setting(tasks.CountdownSteps(numbers=3, train=60, test=40), problems.SETTINGS["cd4"].model),
+  "sorting": problems.Setting(Sorting(numbers=5, train=60, test=40), problems.SETTINGS["sort16"].model),
 }
 TINY = dataclasses.replace(SETTINGS["sums"], **problems.TINY)
 
@@ -61,7 +63,7 @@ def _mutated(rng: np.random.Generator, tokens: np.ndarray, vocab: int) -> np.nda
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_reward_on_the_device_is_the_tasks_own(name, tmp_path, data_dir):
   setting = SETTINGS[name]
-  task = dataclasses.replace(setting.task, data_dir=data_dir)
+  task = setting.task if name == "sorting" else dataclasses.replace(setting.task, data_dir=data_dir)
   test, texts = problems.problems(setting, tmp_path, data_dir)[1], task.prompts("test")
   rng, end = np.random.default_rng(0), setting.end
   prompts = np.repeat(np.asarray(test.prompts), problems.VARIANTS, axis=0)
@@ -97,6 +99,15 @@ def test_countdown_steps_by_hand(text, wanted):
   prompt = jnp.array([problems.encode(setting.task, "2 3 4 = 10 :")])
   tokens = jnp.array([[*problems.encode(setting.task, text), setting.end]])
   assert problems.reward_fn(setting)(prompt, tokens)[0] == wanted
+
+
+def test_no_sorting_problem_of_the_test_split_is_trained_on_in_another_order():
+  train, test = (
+    {"".join(sorted(x.answer)) for x in Sorting(5, 600, 300).prompts(split)} for split in ("train", "test")
+  )
+  assert (len(train), len(test), len(train & test)) == (600, 300, 0)
+  with pytest.raises(ValueError, match="together at most 357 with numbers=4"):
+    Sorting(4, 300, 58)
 
 
 def test_division_and_subtraction_count():
