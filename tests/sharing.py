@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from async_rl import learning
+from async_rl import recording
 from async_rl.runtime import _run
 from async_rl.sampling import _engine
 from async_rl.sampling import _programs
@@ -68,12 +69,15 @@ def shared_programs():
     yield share_programs(patch)
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-  if "draws_pictures" not in request.fixturenames:
-    leave_pictures_out(monkeypatch)
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures():
+  """Runs of a module, those of its fixtures too, end without a picture."""
+  with pytest.MonkeyPatch.context() as patch:
+    leave_pictures_out(patch)
+    yield
 
 
 @pytest.fixture
-def draws_pictures():
+def draws_pictures(monkeypatch):
   """Runs of a test that asks for this end with a picture, as those of users do."""
+  monkeypatch.setattr(_run, "write_report", recording.write_report)

@@ -74,9 +74,10 @@ class KeyWords:
   def solution(self, prompt: Prompt, rng: np.random.Generator) -> str:
     """Writes a summary as one of the writers does."""
     letters, carelessness = "", 2 * self.noise * rng.random()
+    others = self._alphabet + self._alphabet.upper()
     for word in prompt.answer:
       letters += word * (rng.random() >= carelessness)
-      letters += str(rng.choice(list(self._alphabet + self._alphabet.upper()))) * (rng.random() < carelessness)
+      letters += others[rng.integers(len(others))] * (rng.random() < carelessness)
     return letters
 
   def preferences(self, split: str) -> Sequence[Preference]:
@@ -94,11 +95,10 @@ class KeyWords:
         return Preference(post.text, chosen, rejected)
 
   def _post(self, id: int, rng: np.random.Generator) -> Prompt:
-    letters = rng.choice(list(self._alphabet), self.words, replace=False)
-    for i in rng.choice(self.words, self.keys, replace=False):
+    letters = [self._alphabet[i] for i in rng.choice(self.letters, self.words, replace=False).tolist()]
+    for i in rng.choice(self.words, self.keys, replace=False).tolist():
       letters[i] = letters[i].upper()
-    text = "".join(letters.tolist())
-    return Prompt(id, f"{text}:", "".join(c for c in text if c.isupper()))
+    return Prompt(id, f"{''.join(letters)}:", "".join(filter(str.isupper, letters)))
 
   @property
   def _alphabet(self) -> str:

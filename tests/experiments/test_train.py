@@ -150,6 +150,9 @@ def parameters(name):
   return found
 
 
+source_of = functools.cache(inspect.getsource)  # which parses the whole file of a class
+
+
 @pytest.mark.parametrize("name", configs.NAMES)
 def test_help_explains_every_option(name, capsys):
   with pytest.raises(SystemExit) as exit_:
@@ -157,7 +160,7 @@ def test_help_explains_every_option(name, capsys):
   assert exit_.value.code == 0
   printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
   for option, part in parameters(name).items():
-    above = inspect.getsource(part).split(f"\n  {option}: ")[0].splitlines()
+    above = source_of(part).split(f"\n  {option}: ")[0].splitlines()
     comment = [line.strip() for line in itertools.takewhile(lambda line: line.startswith("  #: "), reversed(above))]
     assert comment, f"{part} does not explain {option}"
     assert f"--{option.replace('_', '-')}" in printed
