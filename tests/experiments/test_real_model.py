@@ -170,6 +170,17 @@ def test_tables_and_figure_show_accuracies_differences_and_signs(tmp_path):
   assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_rise_of_rewards_has_welchs_interval():
+  run, other = study.Run("TOPR", 8, 0, 1e-4), study.Run("TOPR", 8, 1, 1e-4)
+  steps = _run([0.1, 0.2, 0.3], [0.5, 0.5])
+  for step, reward in enumerate((0.1, 0.12, 0.3, 0.36), 1):
+    steps[step]["reward"] = reward
+  (line,) = reports.reward_table({run: steps, other: _run([0.1, 0.2], [0.5])}).splitlines()[2:]
+  low, high = stats.ttest_ind([0.3, 0.36], [0.1, 0.12], equal_var=False).confidence_interval()
+  half = f"{(high - low) / 2:.3f}".removeprefix("0")
+  assert line == f"| 8 | TOPR | 1e-4 | 0 | .110 ± .127 | .330 ± .381 | +.220 ± {half} |"
+
+
 def test_differences_of_shares_have_newcombes_interval():
   assert reports.interval(0.0) == pytest.approx((0.0, 0.00865), abs=1e-5)
   low, high = reports.difference(31 / 440, 0.0)
