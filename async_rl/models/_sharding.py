@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 AXES = ("data", "fsdp", "tensor")
 #: Mesh axes over which rows (sequences, slots) are split.
 ROWS = AXES[:2]
+#: The most chips that XLA for TPUs scatters a sum among, if they are all that the program runs on.
+_LARGEST_RING = 8
 
 #: First match wins. Specs are of one layer; stacked layers get a leading unsplit axis.
 RULES: Sequence[tuple[str, PartitionSpec]] = (
@@ -45,6 +47,36 @@ def mesh_of_one(device: jax.Device, names: Sequence[str] = AXES) -> Mesh:
 def row_parts(mesh: Mesh | None) -> int:
   """Returns the number of parts into which a mesh splits rows."""
   return 1 if mesh is None else math.prod(size for axis, size in mesh.shape.items() if axis in ROWS)
+
+
+def scatter_groups(mesh: Mesh) -> list[list[list[int]] | None]:
+  """Returns the groups of positions along "fsdp" that scatter a sum among themselves, for one exchange after another.
+
+  `None` stands for one group of all. That is one exchange everywhere but on some chips of a torus of three dimensions
+  beside others: if a program runs on these alone, more than 8 of them, XLA (libtpu 0.0.42) sums the whole around one
+  ring and gives every chip all of it, which sends twice as much. Among a part of the program's chips it does scatter,
+  so that they do it in rows first and in columns then. Over a whole slice XLA sums the whole, too, but along all
+  dimensions at once, which takes no longer than to scatter along one of them after the other.
+  """
+  size = dict(mesh.shape).get("fsdp", 1)
+  inner = next(n for n in range(math.isqrt(size), size + 1) if size % n == 0)
+  if size <= _LARGEST_RING or inner == size or size < mesh.size or not _is_part_of_torus(mesh):
+    return [None]
+  grid = np.arange(size).reshape(-1, inner)
+  return [grid.T.tolist(), grid.tolist()]
+
+
+def _is_part_of_torus(mesh: Mesh) -> bool:
+  """Returns whether the devices are some, but not all, chips of a TPU slice, and in more than one plane of it."""
+  chips = list(mesh.devices.flat)
+  if chips[0].platform != "tpu" or len({_slice(chip) for chip in chips}) > 1:
+    return False
+  whole = sum(_slice(chip) == _slice(chips[0]) for chip in chips[0].client.devices())
+  return len(chips) < whole and bool(np.all(np.ptp([chip.coords for chip in chips], axis=0)))
+
+
+def _slice(chip: jax.Device) -> int:
+  return getattr(chip, "slice_index", 0)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
 
@@ -17,6 +19,7 @@ from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
 from async_rl.models._sharding import fit_sharding
 from async_rl.models._sharding import row_parts
+from async_rl.models._sharding import scatter_groups
 from async_rl.models._value_head import VALUE_HEAD
 from async_rl.models._value_head import head_values
 
@@ -24,6 +27,8 @@ Array = jax.Array
 
 #: Elements that devices exchange at a time. XLA turns larger scatters (over 2**27 for TPUs) into sums of the whole.
 _LARGEST_EXCHANGE = 2**25
+#: The numbers that lie side by side in a tile of a TPU's memory.
+_LANES = 128
 #: The number of a device's tokens whose logits are formed at a time.
 HEAD_CHUNK = 4096
 #: The policies' `remat` with which the backward pass forms no logits again.
@@ -235,15 +240,21 @@ def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
   if mesh is None or fsdp == 1 or parts.shape[0] == 1 or parts.shape[1] % fsdp:
     return jnp.sum(parts, axis=0)
   split = fit_sharding(mesh, (ROWS, None, "tensor"), parts.shape).spec
+  # As they lie in memory, XLA scatters no parts that fill the lanes of a TPU in part. Those of a tied table lie there
+  # as columns, [V, D / fsdp], unless they are told to lie as rows.
+  as_rows = mesh.devices.flat[0].platform == "tpu" and parts.shape[1] // fsdp % _LANES != 0
+
+  def exchange(piece: Array, groups: list[list[int]] | None) -> Array:
+    own = jax.lax.psum_scatter(piece, "fsdp", scatter_dimension=0, axis_index_groups=groups, tiled=True)
+    return with_layout_constraint(own, Layout(major_to_minor=(0, 1))) if as_rows else own
 
   def scatter(part: Array) -> Array:
     pieces = -(-part.size // _LARGEST_EXCHANGE)
-    width = -(-part.shape[2] // (128 * pieces)) * 128  # whole tiles, which are sliced without a copy
+    width = -(-part.shape[2] // (_LANES * pieces)) * _LANES  # whole tiles, which are sliced without a copy
     bounds = list(range(width, part.shape[2], width))
-    columns = [
-      jax.lax.psum_scatter(piece, "fsdp", scatter_dimension=0, tiled=True)
-      for piece in jnp.split(part[0], bounds, axis=1)
-    ]
+    columns = jnp.split(part[0], bounds, axis=1)
+    for groups in scatter_groups(mesh):
+      columns = [exchange(piece, groups) for piece in columns]
     own = jnp.concatenate(columns, axis=1)
     return jax.lax.psum(own, "data") if "data" in mesh.axis_names else own
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from async_rl import models
+from async_rl.models import _sharding
 from async_rl.models import _token_stats
 
 
@@ -94,6 +95,22 @@ def test_no_device_sums_the_whole_gradient_of_the_table(shape, tied, monkeypatch
   part = 1024 * 64 // (fsdp * tensor)
   assert sizes["reduce-scatter"] == [part // 4] * 4
   assert max(sizes["all-reduce"]) <= part
+
+
+def test_a_sum_is_scattered_in_rows_and_then_in_columns(monkeypatch):
+  """As some chips of a slice do it: eight devices as four by two, each with its part of the sum at the end."""
+  monkeypatch.setattr(_sharding, "_LARGEST_RING", 4)
+  monkeypatch.setattr(_sharding, "_is_part_of_torus", lambda mesh: True)
+  mesh = make_mesh(1, 8, 1)
+  assert _sharding.scatter_groups(mesh) == [[[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
+  assert _sharding.scatter_groups(make_mesh(1, 4, 2)) == _sharding.scatter_groups(make_mesh(2, 4, 1)) == [None]
+  parts = jax.device_put(
+    np.random.default_rng(0).normal(size=(8, 16, 6)).astype(np.float32), NamedSharding(mesh, P("fsdp"))
+  )
+  program = jax.jit(lambda parts: _token_stats._sum_over_devices(parts, mesh)).lower(parts).compile()
+  np.testing.assert_allclose(program(parts), np.sum(parts, axis=0), atol=1e-5)
+  scattered = re.findall(r"= f32\[([\d,]+)\]\S* reduce-scatter\(", program.as_text())
+  assert scattered == ["4,6", "2,6"]
 
 
 @pytest.mark.parametrize("name", reference.CONFIGS)

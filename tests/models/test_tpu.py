@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental.layout import Layout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 from learning_helpers import make_groups
@@ -21,6 +23,7 @@ from async_rl import models
 from async_rl import rollout
 from async_rl import runtime
 from async_rl import sampling
+from async_rl.models import _sharding
 from experiments.plan._hlo_costs import count_compiled
 
 
@@ -71,6 +74,32 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chi
   gathers = [x for x in found if x.kind == "all-gather" and x.nbytes >= TABLE_BYTES // 2]
   assert [x.loops for x in gathers] == [0]
   assert max(x.nbytes for x in found if x.kind == "all-reduce" and x.joins(0, 1)) < TABLE_BYTES // 2
+
+
+@pytest.mark.parametrize(("topology", "exchanges"), [("v5p:2x4x4", 2), ("v6e:4x8", 1)])
+def test_sixteen_chips_scatter_the_gradient_of_the_table(tpu_chips, topology, exchanges):
+  """Half of a slice: no chip is given all of the gradient, nor do tiles hold less than they can."""
+  chips, rows = tpu_chips(topology), PartitionSpec("fsdp")
+  mesh = rollout.make_meshes(2, fsdp=16, devices=chips).learner
+  policy = models.Policy(BIG_TABLE, mesh=mesh, remat="full")
+
+  def abstract(shape, dtype, spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+  def gradient(table, hidden, targets):
+    loss = lambda table: jnp.sum(models.token_stats(policy, 1.0, 32, hidden, table.T, targets).logprobs)
+    return with_layout_constraint(jax.grad(loss)(table), Layout((0, 1)))  # as where it is added to that of look-ups
+
+  width = BIG_TABLE.d_model
+  table = abstract((BIG_TABLE.vocab_size, width), jnp.float32, PartitionSpec(None, "fsdp"))
+  inputs = abstract((16, 32, width), jnp.bfloat16, rows), abstract((16, 32), jnp.int32, rows)
+  program = jax.jit(gradient, out_shardings=table.sharding).lower(table, *inputs).compile()
+  sums = [x for x in count_compiled(program.as_text()).exchanges if x.kind in ("all-reduce", "reduce-scatter")]
+  assert [x.kind for x in sums] == ["reduce-scatter"] * exchanges
+  assert sum(x.sent for x in sums) == 2 * TABLE_BYTES * 15 / 16
+  assert _sharding.scatter_groups(rollout.make_mesh(chips, fsdp=32)) == [
+    None
+  ]  # which go along three dimensions at once
 
 
 @pytest.mark.slow
