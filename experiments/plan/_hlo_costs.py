@@ -64,6 +64,7 @@ class Exchange(NamedTuple):
       the part of the mesh that is of one; pairs for permutations. Between slices: the slices.
     hidden: whether the device goes on meanwhile.
     between_slices: whether it goes through the hosts and the network between TPU slices.
+    links: the dimensions of a slice along which it goes at once.
   """
 
   kind: str
@@ -73,6 +74,7 @@ class Exchange(NamedTuple):
   groups: tuple[tuple[int, ...], ...]
   hidden: bool
   between_slices: bool = False
+  links: float = 1.0
 
   @property
   def sent(self) -> float:
@@ -324,14 +326,27 @@ def _exchanges(module: Module, x: Instruction, times: float, loops: int) -> Iter
       shapes = x.shapes[len(x.shapes) // 2 :]  # operands come first
     elif kind == "collective-permute":
       shapes = x.shapes[:1]
-    yield Exchange(kind, sum(shape.nbytes for shape in shapes), times, loops, _groups(x.text), x.opcode != kind)
+    nbytes = sum(shape.nbytes for shape in shapes)
+    yield Exchange(kind, nbytes, times, loops, _groups(x.text), x.opcode != kind, links=_links(x))
   elif x.opcode == "fusion":
     for callee in _hlo.called(x):
       inside = module.computations[callee]
       hidden = any("AsyncCollectiveStart" in y.text for y in inside.values())
+      result = _hlo.root(inside)
       for y in inside.values():
         for exchange in _exchanges(module, y, times, loops):
+          if exchange.kind == "all-reduce" and result.opcode == "dynamic-slice" and result.operands[0] == y.name:
+            exchange = exchange._replace(kind="reduce-scatter", nbytes=result.shapes[0].nbytes)
           yield exchange._replace(hidden=exchange.hidden or hidden)
+
+
+def _links(x: Instruction) -> float:
+  """Returns the dimensions of a slice along which a sum goes at once: one for each of its colors.
+
+  Colors that go one way only share a dimension with those that go the other.
+  """
+  match = re.search(r'"strategy":"(\w+)".*?\{colors:(\d+)', x.text)
+  return 1.0 if match is None else max(1.0, int(match[2]) / (2 if "UniDirection" in match[1] else 1))
 
 
 def _between_slices(x: Instruction) -> Exchange | None:

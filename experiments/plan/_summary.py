@@ -94,7 +94,7 @@ def summarize(
   for x in exchanges:
     reach = _reach(x, devices)
     sent[f"{x.kind} {reach}"] = sent.get(f"{x.kind} {reach}", 0.0) + x.sent * x.times
-    seconds = x.times * x.sent / (chip.network if reach == "slices" else chip.link)
+    seconds = x.times * x.sent / (chip.network if reach == "slices" else chip.link * x.links)
     exposed, hidden = (exposed, hidden + seconds) if x.hidden else (exposed + seconds, hidden)
   everything = (*operations, *kernels)
   return Summary(

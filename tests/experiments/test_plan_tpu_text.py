@@ -153,6 +153,34 @@ def test_an_exchange_that_is_spread_over_products_counts_once():
   assert gather.sent == 2 * 448 * 128
 
 
+#: Two sums: one along both dimensions of a slice, and one of which each chip keeps a part, with what fills it up.
+SUMS_PROGRAM = """
+%all-reduce-scatter (a: f32[1024,8192]) -> f32[280,8192] {
+  %a = f32[1024,8192]{1,0:T(8,128)} parameter(0)
+  %zero = f32[] constant(0)
+  %i = u32[] constant(0)
+  %pad = f32[1120,8192]{1,0:T(8,128)} pad(%a, %zero), padding=0_96x0_0
+  %sum = f32[1120,8192]{1,0:T(8,128)} all-reduce(%pad), replica_groups={{0,1,2,3},{4,5,6,7},{8,9,10,11},{12,13,14,15}}, to_apply=%add
+  ROOT %part = f32[280,8192]{1,0:T(8,128)} dynamic-slice(%sum, %i, %i), dynamic_slice_sizes={280,8192}
+}
+
+ENTRY %main (x: f32[1024,8192]) -> f32[280,8192] {
+  %x = f32[1024,8192]{1,0:T(8,128)} parameter(0)
+  %whole = f32[1024,8192]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}}, to_apply=%add, backend_config={"collective_algorithm_config":{"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy","debug":"\\nUniDirectionNDRingStrategy{colors:4 phases:2 cores:{4 4},{4 4},{4 4},{4 4}}"}}
+  ROOT %y = f32[280,8192]{1,0:T(8,128)} fusion(%whole), kind=kCustom, calls=%all-reduce-scatter, backend_config={"collective_algorithm_config":{"emitter":"SingleInputAllReduceScatterFusion","strategy":"StrategyRing","debug":"\\nStrategyRing{colors:1 phases:1 cores:{4}}"}}
+}
+"""  # noqa: E501
+
+
+def test_sums_go_along_several_dimensions_and_may_leave_parts():
+  whole, part = found = _hlo_costs.count_compiled(SUMS_PROGRAM).exchanges
+  assert (whole.kind, whole.sent, whole.links) == ("all-reduce", 2 * 15 / 16 * 2**25, 2)
+  assert (part.kind, part.sent, part.links) == ("reduce-scatter", 3 * 4 * 280 * 8192, 1)
+  chip = parse_topology("v5e:4x4").chip
+  costs = summarize([], [], found, chip, [types.SimpleNamespace(process_index=0)] * 16, {})
+  assert costs.exposed_seconds == pytest.approx((whole.sent / 2 + part.sent) / chip.link)
+
+
 @pytest.mark.parametrize(
   ("window", "data", "kernel", "labels", "out", "products"),
   [
