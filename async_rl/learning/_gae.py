@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -54,3 +55,16 @@ class GAE:
     """
     advantages, returns = losses.gae(rewards, values, mask, discount=self.discount, trace=self.trace_decay)
     return losses.whiten(advantages, mask) if self.whiten else advantages, returns
+
+
+def check_unused(gae: GAE | None, used: str, chosen: Any) -> None:
+  """Raises a ValueError if an estimator that nothing uses was given options.
+
+  Args:
+    gae: the estimator.
+    used: what would use it, in the words of an option.
+    chosen: what was chosen instead.
+  """
+  for field in dataclasses.fields(GAE):
+    if gae is not None and (value := getattr(gae, field.name)) != field.default:
+      raise ValueError(f"*{field.name}*={value} acts with {used} only, got {chosen!r}; leave it out.")

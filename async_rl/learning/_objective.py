@@ -27,6 +27,7 @@ from async_rl import losses
 from async_rl import models
 from async_rl._validation import check_choice
 from async_rl.learning._gae import GAE
+from async_rl.learning._gae import check_unused
 
 Array = jax.Array
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
@@ -257,8 +258,8 @@ def objective(
       as M2PO's `budget`.
 
   Raises:
-    ValueError: if a name is unknown.
-    TypeError: if an option is.
+    ValueError: if a name is unknown, or `gae` has options and advantages are of another kind.
+    TypeError: if an option is unknown.
 
   >>> sorted(objective("m2po", budget=0.1).needs)
   ['threshold']
@@ -266,6 +267,8 @@ def objective(
   True
   """
   correction = _look_up(losses.CORRECTIONS, "objective", name)
+  if advantages != "gae":
+    check_unused(gae, "*advantages*='gae'", advantages)
   estimators = {**losses.ADVANTAGES, "gae": gae or GAE()}
   estimator = _look_up(estimators, "advantages", advantages) if isinstance(advantages, str) else advantages
   aggregation = PUBLISHED_AGGREGATIONS.get(name, "sequence_mean") if aggregate is None else aggregate

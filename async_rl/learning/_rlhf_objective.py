@@ -21,6 +21,7 @@ from async_rl import losses
 from async_rl._validation import check_choice
 from async_rl._validation import check_number
 from async_rl.learning._gae import GAE
+from async_rl.learning._gae import check_unused
 from async_rl.learning._objective import AGGREGATIONS
 from async_rl.learning._objective import Objective
 
@@ -61,7 +62,7 @@ def rlhf_objective(
     gae: the estimator of the advantages of `ppo`; by default `GAE()`.
 
   Raises:
-    ValueError: if a name is unknown, or a number out of range.
+    ValueError: if a name is unknown, a number out of range, or `gae` has options and the method is not `ppo`.
   """
   check_choice("method", method, get_args(Method))
   check_choice("kl", kl, get_args(KL))
@@ -71,6 +72,7 @@ def rlhf_objective(
   check_number("kl_cap", kl_cap, above=0)
   if method == "ppo":
     return _ppo(gae or GAE(), kl_coefficient, kl, clip, kl_cap)
+  check_unused(gae, "*method*='ppo'", method)
   loss: losses.PolicyLossFn = losses.reinforce
   advantages: Callable[..., Array] = _best_of_n
   if method in ("online_dpo", "ipo"):
