@@ -55,10 +55,9 @@ def scatter_groups(mesh: Mesh) -> list[list[list[int]] | None]:
   `None` stands for one group of all. That is one exchange everywhere but on some chips of a torus of three dimensions
   beside others: if a program runs on these alone, more than 8 of them, XLA (libtpu 0.0.42) sums the whole around one
   ring and gives every chip all of it, which sends twice as much. Among a part of the program's chips it does scatter,
-  so that they do it in rows first and in columns then. Over a whole slice XLA sums the whole, too, but along all
-  dimensions at once, which takes no longer than to scatter along one of them after the other.
+  so that they do it in rows first and in columns then.
   """
-  size = dict(mesh.shape).get("fsdp", 1)
+  size = mesh.shape["fsdp"]
   inner = next(n for n in range(math.isqrt(size), size + 1) if size % n == 0)
   if size <= _LARGEST_RING or inner == size or size < mesh.size or not _is_part_of_torus(mesh):
     return [None]
@@ -66,17 +65,33 @@ def scatter_groups(mesh: Mesh) -> list[list[list[int]] | None]:
   return [grid.T.tolist(), grid.tolist()]
 
 
+def sums_whole(mesh: Mesh) -> bool:
+  """Returns whether the chips along "fsdp" sum the whole even if asked to scatter: if they are a TPU slice of over 8.
+
+  XLA lets them do so along all dimensions of the slice at once. They send twice as much as if they scattered along one
+  dimension after the other, but no longer.
+  """
+  chips = _chips_along_fsdp(mesh)
+  return len(chips) > _LARGEST_RING and len(chips) == _chips_of_slice(chips)
+
+
 def _is_part_of_torus(mesh: Mesh) -> bool:
-  """Returns whether the devices are some, but not all, chips of a TPU slice, and in more than one plane of it."""
-  chips = list(mesh.devices.flat)
-  if chips[0].platform != "tpu" or len({_slice(chip) for chip in chips}) > 1:
-    return False
-  whole = sum(_slice(chip) == _slice(chips[0]) for chip in chips[0].client.devices())
-  return len(chips) < whole and bool(np.all(np.ptp([chip.coords for chip in chips], axis=0)))
+  """Returns whether the devices along "fsdp" are a part of the chips of a TPU slice, and not in a plane."""
+  chips = _chips_along_fsdp(mesh)
+  return len(chips) < _chips_of_slice(chips) and bool(np.all(np.ptp([chip.coords for chip in chips], axis=0)))
 
 
-def _slice(chip: jax.Device) -> int:
-  return getattr(chip, "slice_index", 0)
+def _chips_along_fsdp(mesh: Mesh) -> list[jax.Device]:
+  devices = np.moveaxis(mesh.devices, mesh.axis_names.index("fsdp"), -1)
+  return list(devices.reshape(-1, devices.shape[-1])[0])
+
+
+def _chips_of_slice(chips: Sequence[jax.Device]) -> int:
+  """Returns the number of chips of the TPU slice of some chips; 0 for those of several, and for other devices."""
+  slices = {getattr(chip, "slice_index", 0) for chip in chips}
+  if chips[0].platform != "tpu" or len(slices) > 1:
+    return 0
+  return sum(getattr(chip, "slice_index", 0) in slices for chip in chips[0].client.devices())
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -15,11 +15,13 @@ from jax.sharding import PartitionSpec
 from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
 from async_rl.models._policy import finish_logits
+from async_rl.models._sharding import AXES
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
 from async_rl.models._sharding import fit_sharding
 from async_rl.models._sharding import row_parts
 from async_rl.models._sharding import scatter_groups
+from async_rl.models._sharding import sums_whole
 from async_rl.models._value_head import VALUE_HEAD
 from async_rl.models._value_head import head_values
 
@@ -242,7 +244,8 @@ def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
   split = fit_sharding(mesh, (ROWS, None, "tensor"), parts.shape).spec
   # As they lie in memory, XLA scatters no parts that fill the lanes of a TPU in part. Those of a tied table lie there
   # as columns, [V, D / fsdp], unless they are told to lie as rows.
-  as_rows = mesh.devices.flat[0].platform == "tpu" and parts.shape[1] // fsdp % _LANES != 0
+  on_tpu, narrow = mesh.devices.flat[0].platform == "tpu", parts.shape[1] // fsdp % _LANES != 0
+  as_rows = on_tpu and narrow and not sums_whole(mesh)
 
   def exchange(piece: Array, groups: list[list[int]] | None) -> Array:
     own = jax.lax.psum_scatter(piece, "fsdp", scatter_dimension=0, axis_index_groups=groups, tiled=True)
@@ -250,16 +253,32 @@ def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
 
   def scatter(part: Array) -> Array:
     pieces = -(-part.size // _LARGEST_EXCHANGE)
-    width = -(-part.shape[2] // (_LANES * pieces)) * _LANES  # whole tiles, which are sliced without a copy
-    bounds = list(range(width, part.shape[2], width))
-    columns = jnp.split(part[0], bounds, axis=1)
+    width = -(-part.shape[-1] // (_LANES * pieces)) * _LANES  # whole tiles, which are sliced without a copy
+    bounds = list(range(width, part.shape[-1], width))
+    columns = jnp.split(part.reshape(part.shape[-2:]), bounds, axis=1)
     for groups in scatter_groups(mesh):
       columns = [exchange(piece, groups) for piece in columns]
     own = jnp.concatenate(columns, axis=1)
     return jax.lax.psum(own, "data") if "data" in mesh.axis_names else own
 
   table = PartitionSpec("fsdp", split[2])
-  return jax.shard_map(scatter, mesh=mesh, in_specs=split, out_specs=table, check_vma=False)(parts)
+  run = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+  @jax.custom_batching.custom_vmap
+  def total(parts: Array) -> Array:
+    return run(scatter, in_specs=split, out_specs=table)(parts)
+
+  @total.def_vmap
+  def _(size: int, batched: list[bool], parts: Array) -> tuple[Array, bool]:
+    # Of a batch that is split over an axis of the mesh every device has one entry, without whose axis it scatters: XLA
+    # for TPUs scatters the first axis alone.
+    axis = mesh.axis_names[0]
+    if axis in AXES or mesh.shape[axis] != size:
+      return jax.vmap(run(scatter, in_specs=split, out_specs=table))(parts), True
+    specs = {"in_specs": PartitionSpec(axis, *split), "out_specs": PartitionSpec(axis, *table)}
+    return run(lambda part: scatter(part)[None], **specs)(parts), True
+
+  return total(parts)
 
 
 def _gathered(policy: Policy, kernel: Array, dtype: jnp.dtype) -> Array:
