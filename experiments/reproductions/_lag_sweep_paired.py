@@ -224,16 +224,20 @@ class Study:
     plt.close(figure)
 
 
+def having(studies: Sequence[Study], config: tuple[str, int, float]) -> list[Study]:
+  """Returns the studies that have a configuration (method, lag, rate)."""
+  return [study for study in studies if config in study.fresh.configs]
+
+
 def shared(studies: Sequence[Study]) -> list[tuple[str, int, float]]:
-  """Returns the configurations that all studies have, without sync, by lag and by the accuracy in the first one."""
-  first, *others = studies
-  both = [config for config in first.fresh.configs if all(config in study.fresh.configs for study in others)]
-  both.remove(first.fresh.configs[first.sync])
-  return sorted(both, key=lambda config: (config[1], -float(np.mean(first.accuracy(*config)))))
+  """Returns the configurations of two studies or more, without sync, by lag and by the accuracy in the first one."""
+  every = dict.fromkeys(config for study in studies for config in study.fresh.configs)
+  repeated = [config for config in every if len(having(studies, config)) > 1 and config[0] != "sync"]
+  return sorted(repeated, key=lambda c: (c[1], -float(np.mean(having(studies, c)[0].accuracy(*c)))))
 
 
 def together(studies: Sequence[Study], comparisons: int) -> str:
-  """Returns the table of what all studies share: differences to sync in each, and over all seeds.
+  """Returns the table of what several studies share: differences to sync in each, and over all of their seeds.
 
   Every difference is to the sync run of the same study and seed, so that none is between two machines.
 
@@ -242,10 +246,11 @@ def together(studies: Sequence[Study], comparisons: int) -> str:
     comparisons: the number of comparisons of all tables, for what is bold.
   """
   rows = []
-  for method, lag, rate in shared(studies):
-    differences = [study.minus_sync(method, lag, rate) for study in studies]
-    cells = [verdict(values, comparisons) for values in (*differences, np.concatenate(differences))]
-    rows.append([method, str(lag), rate_text(rate), *cells])
-  seeds = [f"seeds {study.fresh.seeds[0]}–{study.fresh.seeds[-1]}" for study in studies]
-  total = sum(len(study.fresh.seeds) for study in studies)
-  return grid(["minus sync", "lag", "rate", *seeds, f"all {total} seeds"], rows)
+  for config in shared(studies):
+    found = {id(study): study.minus_sync(*config) for study in having(studies, config)}
+    cells = [verdict(found[id(study)], comparisons) if id(study) in found else "" for study in studies]
+    every = np.concatenate(list(found.values()))
+    method, lag, rate = config
+    rows.append([method, str(lag), rate_text(rate), *cells, str(len(every)), verdict(every, comparisons)])
+  names = [f"seeds {study.fresh.seeds[0]}–{study.fresh.seeds[-1]}" for study in studies]
+  return grid(["minus sync", "lag", "rate", *names, "seeds", "over all of them"], rows)

@@ -24,6 +24,7 @@ from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _real_model_report as real
 from experiments.reproductions import async_rlhf
+from experiments.reproductions import real_model
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
@@ -35,8 +36,11 @@ PAGES = pathlib.Path(__file__).parent
 FRESH = reports.RESULTS / "fresh_seeds"
 LATER = reports.RESULTS / "later_methods"
 GAC_WORDS = reports.RESULTS / "gac_words"
+MISSING = reports.RESULTS / "missing_methods"
 #: The seeds on which the study of later methods tried rates, and those that it reports.
 TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
+#: Those of the study of missing methods.
+MISSING_TRIED, MISSING_REPORTED = range(3300, 3303), range(3200, 3220)
 
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -66,6 +70,23 @@ def later() -> paired.Study:
 
 
 @functools.cache
+def missing_tried() -> Table:
+  """Returns the runs of the study of missing methods that tried rates and combinations."""
+  return Table.of(Results(MISSING), "ch4", MISSING_TRIED)
+
+
+@functools.cache
+def missing() -> paired.Study:
+  """Returns the study of missing methods."""
+  return paired.Study(Table.of(Results(MISSING), "ch4", MISSING_REPORTED), [missing_tried(), tried(), earlier()])
+
+
+def studies() -> list[paired.Study]:
+  """Returns all studies on fresh seeds of ch4."""
+  return [study(), later(), missing()]
+
+
+@functools.cache
 def gac_words() -> maps.Map:
   """Returns the map of GAC on the toy: chosen on seeds 0 and 1, run on those from 100 on."""
   results = Results(GAC_WORDS)
@@ -90,6 +111,16 @@ def real_runs() -> real.Runs:
   return real.read(reports.RESULTS / "real_model.csv")
 
 
+@functools.cache
+def large_runs() -> real.Runs:
+  """Returns the runs of the pretrained model with updates of 512 samples."""
+  return real.read(real_model.FOLDERS[512] / "real_model.csv")
+
+
+#: The samples of an evaluation of those runs.
+LARGE_SAMPLES = real_model.TEST_SAMPLES[512] * real.PROBLEMS
+
+
 def counts(study: paired.Study) -> str:
   """Returns what the tables of a study hold, as a sentence."""
   configs, seeds = study.fresh.configs, study.fresh.seeds
@@ -101,6 +132,7 @@ def counts(study: paired.Study) -> str:
 
 #: What might be advised in place of TOPR at a lag, at the rates of the studies.
 RIVALS = (
+  ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4),
   ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4),
   ("sequence PPO, momentum .97", 10, 2e-4),
   ("VESPO", 10, 2e-4),
@@ -111,19 +143,43 @@ RIVALS = (
 )
 
 
+#: What an ingredient adds to a method, where several studies have both: with it, without it, lag, and rate of both.
+INGREDIENTS = (
+  ("sequence PPO + OPOB, exact + ahead, momentum .97", "sequence PPO + OPOB, exact, momentum .97", 10, 2e-4),
+  ("sequence PPO + OPOB, exact, momentum .97", "sequence PPO + OPOB, exact", 10, 2e-4),
+  ("sequence PPO, momentum .97", "sequence PPO", 10, 2e-4),
+  ("sequence PPO + OPOB, exact", "sequence PPO", 10, 2e-4),
+  ("sequence PPO + OPOB, exact", "sequence PPO", 32, 1e-4),
+)
+
+
 def comparisons() -> int:
-  """Returns the number of comparisons of both studies, of those over the seeds of both, and of those with TOPR."""
-  studies = study(), later()
-  return sum(x.comparisons for x in studies) + len(paired.shared(studies)) + len(RIVALS)
+  """Returns the number of comparisons of all studies, of those over the seeds of several, and of those with TOPR."""
+  several = len(paired.shared(studies())) + len(INGREDIENTS)
+  return sum(x.comparisons for x in studies()) + several + len(RIVALS)
+
+
+def _difference(method: str, other: str, lag: int, rate: float, rate_of_other: float) -> tuple[str, str]:
+  """Returns the number of seeds on which studies have both configurations, and how they differ over all of them."""
+  found = paired.having(paired.having(studies(), (method, lag, rate)), (other, lag, rate_of_other))
+  values = np.concatenate([x.accuracy(method, lag, rate) - x.accuracy(other, lag, rate_of_other) for x in found])
+  return str(len(values)), verdict(values, comparisons())
+
+
+def ingredients() -> str:
+  """Returns a row per ingredient: what it adds over the seeds of all studies that have both."""
+  rows = [
+    [method, other, str(lag), rate_text(rate), *_difference(method, other, lag, rate, rate)]
+    for method, other, lag, rate in INGREDIENTS
+  ]
+  return grid(["method", "minus", "lag", "rate", "seeds", "difference"], rows)
 
 
 def rivals() -> str:
   """Returns a row per rival of TOPR: their difference at the same lag, on the seeds of the studies that have both."""
-  rows = []
-  for method, lag, rate in RIVALS:
-    having = [x for x in (study(), later()) if rate in x.fresh.rates(method, lag)]
-    values = np.concatenate([x.accuracy(method, lag, rate) - x.accuracy("TOPR", lag, 2e-4) for x in having])
-    rows.append([method, str(lag), rate_text(rate), str(len(values)), verdict(values, comparisons())])
+  rows = [
+    [method, str(lag), rate_text(rate), *_difference(method, "TOPR", lag, rate, 2e-4)] for method, lag, rate in RIVALS
+  ]
   return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
 
 
@@ -134,26 +190,33 @@ ANSWERS = (
   (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
   (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
   (10, "the same with exact OPOB", ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4)),
+  (10, "the same with exact OPOB and the lead", ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4)),
   (32, "TOPR, Adam as usual", ("TOPR", 32, 2e-4)),
+  (32, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 32, 2e-4)),
 )
 
 
 def answers() -> str:
-  """Returns a row per recommendation, with what was measured on the fresh seeds of both studies."""
-  rows, studies = [], (study(), later())
+  """Returns a row per recommendation, with what was measured on the fresh seeds of all studies that have it."""
+  rows = []
   for lag, advice, config in ANSWERS:
-    accuracy = measure(np.concatenate([x.accuracy(*config) for x in studies]), 3)
-    difference = verdict(np.concatenate([x.minus_sync(*config) for x in studies]), comparisons())
-    rows.append([str(lag), advice, accuracy, difference if config[0] != "sync" else ""])
-  return grid(["lag", "use", "accuracy", "minus sync"], rows)
+    found = paired.having(studies(), config)
+    accuracies = np.concatenate([x.accuracy(*config) for x in found])
+    difference = verdict(np.concatenate([x.minus_sync(*config) for x in found]), comparisons())
+    seeds = str(len(accuracies))
+    rows.append([str(lag), advice, seeds, measure(accuracies, 3), difference if config[0] != "sync" else ""])
+  return grid(["lag", "use", "seeds", "accuracy", "minus sync"], rows)
 
 
 #: The tables by name.
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
-  "all comparisons": lambda: f"{comparisons()} comparisons in both studies, over the seeds of both, and with TOPR.",
-  "both studies": lambda: paired.together([study(), later()], comparisons()),
+  "all comparisons": lambda: (
+    f"{comparisons()} comparisons in the three studies, over the seeds of several, and with TOPR."
+  ),
+  "several studies": lambda: paired.together(studies(), comparisons()),
   "rivals": rivals,
+  "ingredients": ingredients,
   "fresh counts": lambda: counts(study()),
   "fresh, no lag": lambda: study().table(0),
   "fresh, lag 10": lambda: study().table(10),
@@ -165,6 +228,13 @@ TABLES: dict[str, Callable[[], str]] = {
   "later, rates, lag 10": lambda: reports.by_rate(tried(), 10),
   "later, rates, lag 32": lambda: reports.by_rate(tried(), 32),
   "later, diagnostics": lambda: later().diagnostics((0, 10, 32)),
+  "missing counts": lambda: counts(missing()),
+  "missing, no lag": lambda: missing().table(0),
+  "missing, lag 10": lambda: missing().table(10),
+  "missing, lag 32": lambda: missing().table(32),
+  "missing, rates, lag 10": lambda: reports.by_rate(missing_tried(), 10),
+  "missing, rates, lag 32": lambda: reports.by_rate(missing_tried(), 32),
+  "missing, diagnostics": lambda: missing().diagnostics((0, 10, 32)),
   "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),
   "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
   "gac, cosines": lambda: maps.cosines(earlier(), (10, 32)),
@@ -183,6 +253,10 @@ TABLES: dict[str, Callable[[], str]] = {
   "real, accuracy": lambda: real.accuracy_table(real_runs()),
   "real, end": lambda: real.end_table(real_runs()),
   "real, signs": lambda: real.sign_table(real_runs()),
+  "real 512, accuracy": lambda: real.accuracy_table(large_runs()),
+  "real 512, end": lambda: real.end_table(large_runs(), LARGE_SAMPLES),
+  "real 512, rewards": lambda: real.reward_table(large_runs()),
+  "real 512, signs": lambda: real.sign_table(large_runs()),
 }
 
 
@@ -212,6 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
     page.write_text(fill(page.read_text()))
   study().draw(reports.RESULTS / "fresh_seeds.png")
   later().draw(reports.RESULTS / "later_methods.png")
+  missing().draw(reports.RESULTS / "missing_methods.png")
 
 
 if __name__ == "__main__":

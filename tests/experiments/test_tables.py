@@ -41,7 +41,9 @@ OTHERS = ("GSM8K", "the same with Gemma", "colabs/")
 
 
 @pytest.mark.parametrize(
-  "page", [tables.PAGES / "which_correction.md", tables.PAGES.parent / "README.md"], ids=lambda page: page.stem
+  "page",
+  [tables.PAGES / "which_correction.md", tables.PAGES / "nearest_to_sync.md", tables.PAGES.parent / "README.md"],
+  ids=lambda page: page.stem,
 )
 def test_every_figure_in_the_text_about_fresh_seeds_stands_in_a_table(page):
   prose = re.sub(r"<!-- table.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
@@ -79,13 +81,15 @@ def test_an_example_on_the_page_is_what_was_measured(place, loss, exact):
 
 
 def test_no_fresh_seed_was_chosen_on():
-  first, second = set(tables.study().fresh.seeds), set(tables.later().fresh.seeds)
-  assert min(len(first), len(second)) >= 20
-  assert not (first | second) & (set(tables.earlier().seeds) | set(tables.TRIED))
-  assert not first & second
+  reported = [set(study.fresh.seeds) for study in tables.studies()]
+  assert min(map(len, reported)) >= 20
+  assert len(set().union(*reported)) == sum(map(len, reported))
+  tried = {*tables.earlier().seeds, *tables.TRIED, *tables.MISSING_TRIED}
+  assert not set().union(*reported) & tried
+  assert set(tables.MISSING_TRIED) == set(tables.missing_tried().seeds)
 
 
-@pytest.mark.parametrize("name", ["study", "later"])
+@pytest.mark.parametrize("name", ["study", "later", "missing"])
 def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
   study = getattr(tables, name)()
   shown = [line.split("|")[4:] for lag in (0, 10, 32) for line in study.table(lag).splitlines()[2:]]
@@ -95,10 +99,10 @@ def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
 
 
 def test_all_comparisons_are_counted():
-  shown = [tables.TABLES[name]() for name in ("rivals", "both studies")]
+  shown = [tables.TABLES[name]() for name in ("rivals", "ingredients", "several studies")]
   extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
   assert all("±" in cell for cell in extra)
-  assert tables.comparisons() == tables.study().comparisons + tables.later().comparisons + len(extra)
+  assert tables.comparisons() == sum(study.comparisons for study in tables.studies()) + len(extra)
 
 
 def test_rivals_of_topr_are_compared_by_seed():
@@ -107,9 +111,9 @@ def test_rivals_of_topr_are_compared_by_seed():
   assert line.split(" | ")[3:] == ["20", intervals.verdict(differences, tables.comparisons()) + " |"]
 
 
-def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose():
-  study = tables.later()
-  tried = tables.tried()
+@pytest.mark.parametrize(("name", "tries"), [("later", "tried"), ("missing", "missing_tried")])
+def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, tries):
+  study, tried = getattr(tables, name)(), getattr(tables, tries)()
   rows = [row for lag in (10, 32) for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()]
   assert len(rows) >= 10
   for row in rows:
@@ -220,10 +224,14 @@ def test_a_study_without_sync_is_refused():
 
 def test_two_studies_together_pair_each_with_its_own_sync(study):
   fresh = _table({("sync", 0, 2e-4): [0.1, 0.2], ("PPO", 10, 2e-4): [0.0, 0.1], ("TOPR", 10, 2e-4): [0.5, 0.5]})
-  other = paired.Study(fresh, [_table({("sync", 0, 2e-4): [0.5]})], (0, 10))
+  earlier = _table({("sync", 0, 2e-4): [0.5]})
+  other = paired.Study(fresh, [earlier], (0, 10))
   assert paired.shared([study, other]) == [("PPO", 10, 2e-4)]
   *_, line = paired.together([study, other], 1).splitlines()
-  assert line == "| PPO | 10 | 2e-4 | **−.100 ± .000** | **−.100 ± .000** | **−.100 ± .000** |"
+  assert line == "| PPO | 10 | 2e-4 | **−.100 ± .000** | **−.100 ± .000** | 5 | **−.100 ± .000** |"
+  third = paired.Study(_table({("sync", 0, 2e-4): [0.1, 0.2], ("TOPR", 10, 2e-4): [0.2, 0.3]}), [earlier], (0, 10))
+  *_, line = paired.together([study, other, third], 1).splitlines()
+  assert line.startswith("| TOPR | 10 | 2e-4 |  | +.350 ± .635 (no difference) | **+.100 ± .000** | 4 | ")
 
 
 def test_diagnostics_are_means_over_a_run():
