@@ -24,9 +24,10 @@ test_beside() {
   .venv/neighbors/bin/python "${pytest[@]}" -p no:cacheprovider "${chosen[@]}" "${beside[@]}"
 }
 
-# In process groups of their own, which end with this script.
+# In process groups of their own, which end with this script, also when Ctrl-C ends pytest, whose status is kept below.
 groups=()
 trap 'kill -- "${groups[@]}" 2>/dev/null || true' EXIT
+trap 'exit 130' INT
 set -m
 if [ $# -eq 0 ]; then
   test_beside > .venv/beside.log 2>&1 & tested=$!
