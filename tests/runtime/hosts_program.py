@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -259,6 +260,7 @@ def signal_in_step(process, number, version):
 def main(scenario, process, count, port, folder):
   given = {"coordinator": f"localhost:{port}", "process_id": int(process), "num_processes": int(count)}
   folder = pathlib.Path(folder)
+  gc.set_threshold(200_000, 50, 1000)  # as in conftest.py
   cache_from_every_process()
   if scenario == "runs":
     return make_runs(runtime.Devices(**given), folder, RUNS, {"apart": APART["killed"]})
