@@ -1,5 +1,6 @@
 """Every test sees eight CPU devices, no network, and silent rank promotion is an error."""
 
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -45,13 +46,27 @@ def _forget_programs():
   jax.clear_caches()
 
 
+@contextlib.contextmanager
+def _found_devices(count):
+  """Only so many of the eight devices are found in here."""
+  with pytest.MonkeyPatch.context() as patch:
+    first, local = jax.devices, jax.local_devices
+    patch.setattr(jax, "devices", lambda *args, **options: first(*args, **options)[:count])
+    patch.setattr(jax, "local_devices", lambda *args, **options: local(*args, **options)[:count])
+    yield
+
+
 @pytest.fixture(scope="module")
 def two_devices():
   """Runs of these tests find two of the eight devices: their programs, of one device each, compile in half the time."""
-  with pytest.MonkeyPatch.context() as patch:
-    first, local = jax.devices, jax.local_devices
-    patch.setattr(jax, "devices", lambda *args, **options: first(*args, **options)[:2])
-    patch.setattr(jax, "local_devices", lambda *args, **options: local(*args, **options)[:2])
+  with _found_devices(2):
+    yield
+
+
+@pytest.fixture(scope="module")
+def four_devices():
+  """Runs of these tests find four of the eight devices: two samplers and a learner on two, or four of each."""
+  with _found_devices(4):
     yield
 
 

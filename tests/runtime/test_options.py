@@ -121,3 +121,19 @@ def test_evaluations_run_on_any_number_of_learner_devices(learners, data, tensor
   experiment.make_evaluator(experiment.make_meshes().learner)
   assert made[0].slots == slots
   assert dict(meshes[0].shape) == {"data": data, "fsdp": 1, "tensor": tensor}
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(max_prompt_tokens=3), "max_prompt_tokens=3"),
+    (dict(rows=3, generation_devices=4), "must be a multiple of 4, .* got rows=3; the next is rows=4"),
+    (dict(slots=6, generation_devices=4), "must be a multiple of 4, .* got slots=6; the next is slots=8"),
+    (dict(fsdp=4, generation_devices=2), "divide the 6 devices .* fsdp=4, tensor=1; the nearest that does is fsdp=3"),
+    (dict(generation_tensor=4, generation_devices=6), "got generation_tensor=4; .* is generation_tensor=3"),
+    (dict(generation_devices=8), "generation_devices=8 of 8 devices"),
+  ],
+)
+def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, message):
+  with pytest.raises(ValueError, match=message):
+    runtime.train(tiny(run_dir=str(tmp_path), **options))

@@ -26,6 +26,8 @@ from async_rl import stabilizers
 from async_rl.runtime import _held_out
 from async_rl.runtime import _session
 
+pytestmark = pytest.mark.usefixtures("four_devices")
+
 
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   shared = dict(generation_devices=0, max_lag=0, steps=4)
@@ -260,22 +262,6 @@ def test_the_end_of_the_data_ends_the_run(tmp_path, mode):
   summary = runtime.train(tiny(run_dir=str(tmp_path), mode=mode, steps=100, epochs=1, train_prompts=18, max_lag=1))
   assert summary.ended_early
   assert summary.version == 18 // 4
-
-
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    (dict(max_prompt_tokens=3), "max_prompt_tokens=3"),
-    (dict(rows=3, generation_devices=4), "must be a multiple of 4, .* got rows=3; the next is rows=4"),
-    (dict(slots=6, generation_devices=4), "must be a multiple of 4, .* got slots=6; the next is slots=8"),
-    (dict(fsdp=4, generation_devices=2), "divide the 6 devices .* fsdp=4, tensor=1; the nearest that does is fsdp=3"),
-    (dict(generation_tensor=4, generation_devices=6), "got generation_tensor=4; .* is generation_tensor=3"),
-    (dict(generation_devices=8), "generation_devices=8 of 8 devices"),
-  ],
-)
-def test_bad_options_end_with_the_value_and_the_remedy(tmp_path, options, message):
-  with pytest.raises(ValueError, match=message):
-    runtime.train(tiny(run_dir=str(tmp_path), **options))
 
 
 def test_a_folder_of_another_run_is_left_alone(tmp_path):
