@@ -65,6 +65,6 @@ def check_unused(gae: GAE | None, used: str, chosen: Any) -> None:
     used: what would use it, in the words of an option.
     chosen: what was chosen instead.
   """
-  for field in dataclasses.fields(GAE):
-    if gae is not None and (value := getattr(gae, field.name)) != field.default:
+  for field in dataclasses.fields(gae) if gae is not None else ():
+    if (value := getattr(gae, field.name)) != field.default:
       raise ValueError(f"*{field.name}*={value} acts with {used} only, got {chosen!r}; leave it out.")

@@ -1,7 +1,8 @@
-"""What a decode step on GPUs does between its first products and attention, in one kernel.
+"""What a layer does in a decode step on GPUs between its first products and attention, in one kernel.
 
-XLA makes five of it: norms of queries and of keys, the rotation, and storing keys and storing values. Each takes some
-three microseconds however few rows live.
+XLA makes five kernels of it: the norms of queries and of keys, the rotation, and the storing of keys and of values.
+Each takes some three microseconds, however few rows there are.
+Letters of shapes: B rows, H query heads, N key/value heads, S cached positions, d head width.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def rotate_and_store(
     q: [B, H, d], d a power of 2 from 32 on.
     k: [B, N, d].
     v: [B, N, d].
-    kv: keys and values of one layer, each [B, N, S, d], position by position in memory; donated.
+    kv: keys and values of one layer, each [B, N, S, d]; the kernel writes into them where they lie. It takes them as
+      [B, S, N, d], as cuDNN's attention does.
     entries: int32 [B], the entry of the cache that each row's token gets, < S.
     rotation: the norms and the angles [B, d / 2].
     mesh: the devices over which the kernel is split by rows and heads.

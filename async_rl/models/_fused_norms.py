@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from async_rl.models._layers import Norms
 from async_rl.models._layers import RMSNorm
+from async_rl.models._layers import fits_kernels
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import fit_sharding
 
@@ -41,20 +42,16 @@ class FusedNorms(Norms):
     self._mesh, self._dtype, self._interpret = mesh, dtype, platform == "cpu"
 
   def add(self, x: Array, h: Array | None, norm: RMSNorm, uses: int) -> tuple[Array, ...]:
-    if x.ndim != 3 or not _is_power(x.shape[-1]):
+    if x.ndim != 3 or not fits_kernels(x.shape[-1]):
       return super().add(x, h, norm, uses)
     return add_and_norm(
       x, h, norm.factors, uses=uses, eps=norm.eps, dtype=self._dtype, mesh=self._mesh, interpret=self._interpret
     )
 
   def rotate(self, x: Array, norm: RMSNorm | None, angles: Array) -> Array:
-    if norm is None or x.ndim != 4 or not _is_power(x.shape[-1]):
+    if norm is None or x.ndim != 4 or not fits_kernels(x.shape[-1]):
       return super().rotate(x, norm, angles)
     return norm_and_rotate(x, norm.factors, angles, eps=norm.eps, mesh=self._mesh, interpret=self._interpret)
-
-
-def _is_power(width: int) -> bool:
-  return width >= 32 and width.bit_count() == 1
 
 
 def norm_and_rotate(

@@ -64,6 +64,11 @@ class Ends(nnx.Module):
     return self.embed[...].T if self.config.tie_embeddings else self.head[...]
 
 
+def fits_kernels(width: int) -> bool:
+  """Returns whether the kernels for GPUs take rows or heads of a width: blocks of Triton are powers of 2."""
+  return width >= 32 and width.bit_count() == 1
+
+
 class Norms:
   """What a layer computes with its norms, as the compiler makes of it what it can."""
 

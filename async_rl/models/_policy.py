@@ -30,6 +30,7 @@ from async_rl.models import _shared_attention
 from async_rl.models._layers import Ends
 from async_rl.models._layers import Layer
 from async_rl.models._layers import Norms
+from async_rl.models._layers import fits_kernels
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
 from async_rl.models._lora import init_adapters
@@ -52,8 +53,6 @@ _SAVED: dict[str, tuple[str, ...] | None] = {
 }
 REMAT = tuple(_SAVED)
 DTYPES = ("float32", "bfloat16", "float16")
-#: The widths of heads that the kernels of norms and rotations take.
-_FUSED_WIDTHS = (32, 64, 128, 256)
 #: The parts of the parameters that have a leading axis of layers.
 _STACKED = ("layers", "adapters")
 
@@ -179,7 +178,7 @@ class Policy:
       return out, kv
 
     def store(q, k, v, kv, rotation):
-      if self.cache_backend == "cudnn" and self.config.head_dim in _FUSED_WIDTHS:
+      if self.cache_backend == "cudnn" and fits_kernels(self.config.head_dim):
         from async_rl.models._fused_decode import rotate_and_store  # takes a third of a second to import
 
         fused = functools.partial(rotate_and_store, mesh=self.mesh, interpret=self._device.platform == "cpu")
