@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 AXES = ("data", "fsdp", "tensor")
 #: Mesh axes over which rows (sequences, slots) are split.
 ROWS = AXES[:2]
-#: The most chips that XLA for TPUs scatters a sum among, if they are all that the program runs on.
+#: The most chips among which XLA for TPUs scatters a sum when they are all that the program runs on.
 _LARGEST_RING = 8
 
 #: First match wins. Specs are of one layer; stacked layers get a leading unsplit axis.
@@ -50,12 +50,16 @@ def row_parts(mesh: Mesh | None) -> int:
 
 
 def scatter_groups(mesh: Mesh) -> list[list[list[int]] | None]:
-  """Returns the groups of positions along "fsdp" that scatter a sum among themselves, for one exchange after another.
+  """Returns the exchanges, in order, by which the devices along "fsdp" scatter a sum.
 
-  `None` stands for one group of all. That is one exchange everywhere but on some chips of a torus of three dimensions
-  beside others: if a program runs on these alone, more than 8 of them, XLA (libtpu 0.0.42) sums the whole around one
-  ring and gives every chip all of it, which sends twice as much. Among a part of the program's chips it does scatter,
-  so that they do it in rows first and in columns then.
+  An exchange is a list of groups of positions along "fsdp"; the members of a group scatter among themselves. `None` is
+  an exchange in one group of all.
+
+  That one exchange is the answer but for one kind of program: one that runs on more than 8 chips which are a part of a
+  TPU slice and extend along three dimensions of its torus, such as half of a v5p slice. If all chips of a program are
+  to scatter there, XLA (libtpu 0.0.42) gives each of them the whole sum, around one ring, which sends twice as much. It
+  scatters among a part of the program's chips, however. So the positions are taken for a grid, in which first the
+  columns and then the rows scatter; every position ends with the part that one exchange would give it.
   """
   size = mesh.shape["fsdp"]
   inner = next(n for n in range(math.isqrt(size), size + 1) if size % n == 0)
@@ -66,17 +70,17 @@ def scatter_groups(mesh: Mesh) -> list[list[list[int]] | None]:
 
 
 def sums_whole(mesh: Mesh) -> bool:
-  """Returns whether the chips along "fsdp" sum the whole even if asked to scatter: if they are a TPU slice of over 8.
+  """Returns whether the devices along "fsdp" are a whole TPU slice of more than 8 chips.
 
-  XLA lets them do so along all dimensions of the slice at once. They send twice as much as if they scattered along one
-  dimension after the other, but no longer.
+  Asked to scatter a sum, XLA gives each of these chips all of it. It uses all dimensions of the slice at once, so that
+  this takes no longer than scattering along one dimension after the other, though twice as much is sent.
   """
   chips = _chips_along_fsdp(mesh)
   return len(chips) > _LARGEST_RING and len(chips) == _chips_of_slice(chips)
 
 
 def _is_part_of_torus(mesh: Mesh) -> bool:
-  """Returns whether the devices along "fsdp" are a part of the chips of a TPU slice, and not in a plane."""
+  """Returns whether the devices along "fsdp" are a part of a TPU slice that extends along three dimensions of it."""
   chips = _chips_along_fsdp(mesh)
   return len(chips) < _chips_of_slice(chips) and bool(np.all(np.ptp([chip.coords for chip in chips], axis=0)))
 
@@ -87,7 +91,7 @@ def _chips_along_fsdp(mesh: Mesh) -> list[jax.Device]:
 
 
 def _chips_of_slice(chips: Sequence[jax.Device]) -> int:
-  """Returns the number of chips of the TPU slice of some chips; 0 for those of several, and for other devices."""
+  """Returns the number of chips of the TPU slice that all of some chips are in; 0 if there is none."""
   slices = {getattr(chip, "slice_index", 0) for chip in chips}
   if chips[0].platform != "tpu" or len(slices) > 1:
     return 0

@@ -29,7 +29,7 @@ Array = jax.Array
 
 #: Elements that devices exchange at a time. XLA turns larger scatters (over 2**27 for TPUs) into sums of the whole.
 _LARGEST_EXCHANGE = 2**25
-#: The numbers that lie side by side in a tile of a TPU's memory.
+#: The lanes of a tile of a TPU's memory: how many numbers lie side by side.
 _LANES = 128
 #: The number of a device's tokens whose logits are formed at a time.
 HEAD_CHUNK = 4096
@@ -242,8 +242,8 @@ def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
   if mesh is None or fsdp == 1 or parts.shape[0] == 1 or parts.shape[1] % fsdp:
     return jnp.sum(parts, axis=0)
   split = fit_sharding(mesh, (ROWS, None, "tensor"), parts.shape).spec
-  # As they lie in memory, XLA scatters no parts that fill the lanes of a TPU in part. Those of a tied table lie there
-  # as columns, [V, D / fsdp], unless they are told to lie as rows.
+  # XLA for TPUs scatters no sum whose parts fill the lanes of a tile only partly. Those of a tied table would: they lie
+  # in memory as [V, D / fsdp], with D / fsdp along the lanes, unless a layout says [D / fsdp, V].
   on_tpu, narrow = mesh.devices.flat[0].platform == "tpu", parts.shape[1] // fsdp % _LANES != 0
   as_rows = on_tpu and narrow and not sums_whole(mesh)
 
@@ -270,8 +270,8 @@ def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
 
   @total.def_vmap
   def _(size: int, batched: list[bool], parts: Array) -> tuple[Array, bool]:
-    # Of a batch that is split over an axis of the mesh every device has one entry, without whose axis it scatters: XLA
-    # for TPUs scatters the first axis alone.
+    # XLA for TPUs scatters along the first axis only. Where the batch is split over an axis of the mesh, such as
+    # slices, every device has one entry of it, whose axis is dropped before the exchange.
     axis = mesh.axis_names[0]
     if axis in AXES or mesh.shape[axis] != size:
       return jax.vmap(run(scatter, in_specs=split, out_specs=table))(parts), True

@@ -97,7 +97,7 @@ def test_no_device_sums_the_whole_gradient_of_the_table(shape, tied, monkeypatch
   assert max(sizes["all-reduce"]) <= part
 
 
-def test_a_sum_is_scattered_in_rows_and_then_in_columns(monkeypatch):
+def test_a_sum_is_scattered_in_columns_and_then_in_rows(monkeypatch):
   """As some chips of a slice do it: eight devices as four by two, each with its part of the sum at the end."""
   monkeypatch.setattr(_sharding, "_LARGEST_RING", 4)
   monkeypatch.setattr(_sharding, "_is_part_of_torus", lambda mesh: True)
