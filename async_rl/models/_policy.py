@@ -30,6 +30,7 @@ from async_rl.models import _shared_attention
 from async_rl.models._layers import Ends
 from async_rl.models._layers import Layer
 from async_rl.models._layers import Norms
+from async_rl.models._layers import Rotation
 from async_rl.models._layers import fits_kernels
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
@@ -156,13 +157,12 @@ class Policy:
       The hidden states [B, D] that predict the next token, and the cache with this token in it.
     """
     params = unstack_layers(params)
-    rows = jnp.arange(tokens.shape[0])
     entries = positions
     if prompts is not None:  # rows that nothing lives in may have any position
       entries = jnp.clip(positions - prompts.starts, 0, cache[0][0].shape[2] - 1)
 
     def attend(kv, shared, local, q, k, v, rotation):
-      q, kv = store(q, k, v, kv, rotation)
+      q, kv = self._rotate_and_store(q, k, v, kv, entries, rotation)
       attention = _attention.cache_attention
       if shared is not None:
         attention = functools.partial(_shared_attention.shared_attention, prompts=shared)
@@ -176,16 +176,6 @@ class Policy:
         mesh=self.mesh,
       )  # fmt: skip
       return out, kv
-
-    def store(q, k, v, kv, rotation):
-      if self.cache_backend == "cudnn" and fits_kernels(self.config.head_dim):
-        from async_rl.models._fused_decode import rotate_and_store  # takes a third of a second to import
-
-        fused = functools.partial(rotate_and_store, mesh=self.mesh, interpret=self._device.platform == "cpu")
-        return fused(q, k, v, kv, jnp.clip(entries, 0, kv[0].shape[2] - 1), rotation)
-      q, k = rotation(q, k)
-      new = _attention.arrange(k, v, self._cache_arrays)
-      return q, tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
 
     ends = self._ends(params)
     x = ends.encode(tokens, self.mesh).astype(self._residual_dtype)
@@ -298,6 +288,20 @@ class Policy:
       return out, tuple(x.swapaxes(1, 2) for x in _attention.arrange(k, v, self._cache_arrays)) if keep else None
 
     return attend
+
+  def _rotate_and_store(
+    self, q: Array, k: Array, v: Array, kv: tuple[Array, ...], entries: Array, rotation: Rotation
+  ) -> tuple[Array, tuple[Array, ...]]:
+    """Norms and rotates what a layer has of one new token per row, and puts its keys and values into its cache."""
+    if self.cache_backend == "cudnn" and fits_kernels(self.config.head_dim):
+      from async_rl.models._fused_decode import rotate_and_store  # takes a third of a second to import
+
+      keys, values = kv
+      fused = functools.partial(rotate_and_store, mesh=self.mesh, interpret=self._device.platform == "cpu")
+      return fused(q, k, v, (keys, values), jnp.clip(entries, 0, keys.shape[2] - 1), rotation)
+    q, k = rotation(q, k)
+    rows, new = jnp.arange(q.shape[0]), _attention.arrange(k, v, self._cache_arrays)
+    return q, tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
 
   def _norms_of_rows(self) -> Norms:
     if self.attention_backend != "cudnn":
