@@ -29,7 +29,7 @@ _ALONE = {
 _CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 #: Queries and keys that cuDNN's kernels are taken to compute at a time, also what is hidden of a diagonal block.
 _CUDNN_BLOCK = 128
-#: The bytes that a product moves, up to which XLA joins it with others of the same value.
+#: XLA joins products of one value with several matrices if each moves at most this number of bytes.
 _JOINED_PRODUCT = 2**25
 _LOOPS = {"scan", "while", "cond", "shard_map"}
 #: Primitives that move nothing: they give a value another shape, or say how it lies.
@@ -225,7 +225,7 @@ def _operation(step: _Step, scope: _Scope) -> Operation:
 
 
 def _joined_product(steps: list[_Step], scope: _Scope) -> Operation:
-  """Counts products of one value with several matrices, which XLA joins to one if they are small."""
+  """Counts products of one value with several matrices as the one into which XLA joins them: it is read once."""
   parts = [_operation(step, scope) for step in steps]
   again = (len(steps) - 1) * steps[0].reads[0].nbytes
   return parts[0]._replace(flops=sum(x.flops for x in parts), nbytes=sum(x.nbytes for x in parts) - again)

@@ -281,8 +281,8 @@ INGREDIENTS_EXACT = {
   "centered + OPOB, exact": _method("reinforce", OPOB, CENTERED),
 }
 
-#: Why TOPR and PPO on sequence ratios hold: without failures, with the same cap on successes, and with or without the
-#: clip of the gradient's norm, which sums over tokens meet at every step and means hardly ever.
+#: Parts of TOPR and of PPO on sequence ratios: without failures; with the cap of failures on successes, too; with and
+#: without the clip of the gradient's norm, which acts on sums over tokens at every step and hardly ever on means.
 PARTS = {
   "successes alone": _method("topr_successes"),
   "seq TIS, cap 1": _method("sequence_tis_1"),
@@ -291,7 +291,7 @@ PARTS = {
   "sequence PPO + ahead": _method("sequence_ppo", ahead=1.0),
 }
 
-#: Less momentum, which adds to the lag.
+#: Less momentum: what it averages is old as well, on top of the lag.
 LESS_MOMENTUM = {
   "TOPR, momentum .5": _method("topr", b1=0.5),
   "TOPR, momentum 0": _method("topr", b1=0.0),

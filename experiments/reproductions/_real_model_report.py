@@ -203,7 +203,7 @@ def _signed(x: float, digits: int = 3, plus: str = "") -> str:
 
 
 def tables(runs: Runs, samples: int = PROBLEMS) -> str:
-  """Returns all tables; an evaluation has so many samples."""
+  """Returns all tables of runs whose evaluations have this number of samples."""
   return "\n\n".join((accuracy_table(runs), end_table(runs, samples), reward_table(runs), sign_table(runs)))
 
 

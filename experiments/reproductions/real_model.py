@@ -61,7 +61,11 @@ def make(study: Study, wanted: Iterable[Run], file: pathlib.Path, workers: int, 
 
 
 def report(results: pathlib.Path, samples: int) -> None:
-  """Prints the tables of the results' file, and draws the figure beside it; an evaluation has so many samples.
+  """Prints the tables of the results' file, and draws the figure beside it.
+
+  Args:
+    results: the folder of the file.
+    samples: the number of samples of an evaluation.
 
   Raises:
     FileNotFoundError: if there are no results.
