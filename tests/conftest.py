@@ -90,7 +90,7 @@ def tpu_chips(monkeypatch):
 
 @pytest.fixture
 def lowers_for_gpus():
-  """Lets kernels of GPUs be lowered without one, for which JAX asks which one it shall be."""
+  """Kernels for GPUs can be lowered without one: JAX asks an abstract mesh for the kind of GPU."""
   kind = jax.sharding.AbstractDevice("NVIDIA H100", 132, "gpu")
   with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)):
     yield

@@ -100,8 +100,9 @@ def test_no_device_sums_the_whole_gradient_of_the_table(shape, tied, monkeypatch
 def test_a_sum_is_scattered_in_columns_and_then_in_rows(monkeypatch):
   """As some chips of a slice do it: eight devices as four by two, each with its part of the sum at the end."""
   monkeypatch.setattr(_sharding, "_LARGEST_RING", 4)
-  monkeypatch.setattr(_sharding, "_is_part_of_torus", lambda mesh: True)
   mesh = make_mesh(1, 8, 1)
+  assert (_sharding.scatter_groups(mesh), _sharding.sums_whole(mesh)) == ([None], False)  # not on CPUs
+  monkeypatch.setattr(_sharding, "_is_part_of_torus", lambda mesh: True)
   assert _sharding.scatter_groups(mesh) == [[[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]
   assert _sharding.scatter_groups(make_mesh(1, 4, 2)) == _sharding.scatter_groups(make_mesh(2, 4, 1)) == [None]
   parts = jax.device_put(
