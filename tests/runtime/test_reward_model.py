@@ -28,6 +28,8 @@ from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
+pytestmark = pytest.mark.usefixtures("four_devices")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options(tiny.Options):
@@ -58,7 +60,7 @@ make_adam = functools.cache(optax.adam)  # the same object for the same rate, so
 
 
 def words(folder="reward_model", **given):
-  sizes = dict(max_prompt_tokens=12, max_completion_tokens=12, generation_devices=4, learning_rate=1e-3)
+  sizes = dict(max_prompt_tokens=12, max_completion_tokens=12, generation_devices=2, learning_rate=1e-3)
   defaults = runtime.override(Options(), eval_temperature=None, reference=True, **sizes)
   return tiny.tiny(defaults, build, run_dir=str(folder), **given)
 
