@@ -1,7 +1,6 @@
 """Every test sees eight CPU devices, no network, and silent rank promotion is an error."""
 
 import contextlib
-import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -27,10 +26,10 @@ os.environ |= {
 
 import jax
 import pytest
+from cheap_lowering import make_lowering_cheap
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Tracing makes many small objects that live: looking for garbage among them took a tenth of the time of these tests.
-gc.set_threshold(200_000, 50, 1000)
+make_lowering_cheap()
 
 
 def pytest_collection_modifyitems(items):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 import runtime_helpers
 import sharing
+from cheap_lowering import make_lowering_cheap
 from jax._src import compiler
 from orbax.checkpoint._src.path import atomicity
 from tiny import DigitSums
@@ -260,7 +260,7 @@ def signal_in_step(process, number, version):
 def main(scenario, process, count, port, folder):
   given = {"coordinator": f"localhost:{port}", "process_id": int(process), "num_processes": int(count)}
   folder = pathlib.Path(folder)
-  gc.set_threshold(200_000, 50, 1000)  # as in conftest.py
+  make_lowering_cheap()
   cache_from_every_process()
   if scenario == "runs":
     return make_runs(runtime.Devices(**given), folder, RUNS, {"apart": APART["killed"]})
