@@ -89,6 +89,7 @@ SETTINGS = {
   "ch3": Setting(tasks.Sums(numbers=3), _model(13, 64, 2), groups=16, steps=200),
   "ch4wide": Setting(tasks.Sums(numbers=4), _model(13, 256, 3)),
   "sort16": Setting(Sorting(numbers=16), _model(11, 128, 3)),
+  "sort10": Setting(Sorting(numbers=10), _model(11, 64, 2), groups=16, steps=200),
 }
 
 #: Changes that make a setting run anywhere in seconds; it learns nothing.

@@ -8,8 +8,8 @@
 Every run is a whole training in the `simulated` way, at a fixed lag: a small transformer, warm-started by supervision
 up to an accuracy of 0.2, then 400 updates of 32 prompts x 8 completions. Runs are vectorized (64 to a GPU at once; all
 methods are one program) and split over the GPUs of the machine. Tasks: `ch4`, sums of four numbers with a scratchpad;
-`cd4`, countdown with four numbers; `sort16`, sorting of 16 digits; `ch4wide`, the sums with twice the width; `words`,
-the toy of `laboratory`. A plan, on the command line or in a file, is a list of
+`cd4`, countdown with four numbers; `sort16` and `sort10`, sorting of digits; `ch4wide`, the sums with twice the width;
+`words`, the toy of `laboratory`. A plan, on the command line or in a file, is a list of
 
     TASK/GROUP[:LAG,...][@SEEDS|@FIRST-LAST][%RATE,...|%chosen|%tried|%best]
 

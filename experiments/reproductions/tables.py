@@ -37,6 +37,7 @@ FRESH = reports.RESULTS / "fresh_seeds"
 LATER = reports.RESULTS / "later_methods"
 GAC_WORDS = reports.RESULTS / "gac_words"
 MISSING = reports.RESULTS / "missing_methods"
+SORTING = reports.RESULTS / "small_sorting"
 #: The seeds on which the study of later methods tried rates, and those that it reports.
 TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
 #: Those of the study of missing methods.
@@ -79,6 +80,14 @@ def missing_tried() -> Table:
 def missing() -> paired.Study:
   """Returns the study of missing methods."""
   return paired.Study(Table.of(Results(MISSING), "ch4", MISSING_REPORTED), [missing_tried(), tried(), earlier()])
+
+
+@functools.cache
+def sorting() -> paired.Study:
+  """Returns the study of sorting: rates are chosen on seeds 5100 and 5101."""
+  results = Results(SORTING)
+  tried = Table.of(results, "sort10", range(5100, 5102))
+  return paired.Study(Table.of(results, "sort10", range(5000, 5006)), [tried], (0, 10))
 
 
 def studies() -> list[paired.Study]:
@@ -235,6 +244,9 @@ TABLES: dict[str, Callable[[], str]] = {
   "missing, rates, lag 10": lambda: reports.by_rate(missing_tried(), 10),
   "missing, rates, lag 32": lambda: reports.by_rate(missing_tried(), 32),
   "missing, diagnostics": lambda: missing().diagnostics((0, 10, 32)),
+  "sorting, counts": lambda: counts(sorting()),
+  "sorting, no lag": lambda: sorting().table(0),
+  "sorting, lag 10": lambda: sorting().table(10),
   "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),
   "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
   "gac, cosines": lambda: maps.cosines(earlier(), (10, 32)),

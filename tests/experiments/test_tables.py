@@ -156,6 +156,12 @@ def test_no_seed_of_the_map_of_gac_was_chosen_on():
   assert not any(item.runs(results) or item.waiting(results) for item in items)  # the plan makes what the file has
 
 
+def test_the_plan_of_sorting_makes_what_its_file_has():
+  results, items = plans.Results(tables.SORTING), map(plans.parse, plans.read(tables.PAGES / "small_sorting.txt"))
+  assert not any(item.runs(results) or item.waiting(results) for item in items)
+  assert {run.seed for run in results.curves} == {*range(5000, 5006), 5100, 5101}
+
+
 def test_a_table_that_does_not_exist_is_refused():
   with pytest.raises(ValueError, match="there is no table 'lag 11'; there are "):
     tables.fill("<!-- table: lag 11 -->\n<!-- end -->\n")
