@@ -86,8 +86,8 @@ def reference():
     (1, 20, {}),
     (4, 96, {}),
     (16, 20, dict(data=2, fsdp=2, tensor=2)),
-    pytest.param(8, 32, dict(data=8), marks=pytest.mark.slow),
-    pytest.param(4, 20, dict(fsdp=4, tensor=2), marks=pytest.mark.slow),
+    (8, 32, dict(data=8)),
+    (4, 20, dict(fsdp=4, tensor=2)),
   ],
 )
 def test_nothing_depends_on_packing_micro_batches_or_mesh(rows, row_tokens, axes):
@@ -129,9 +129,9 @@ def test_nothing_depends_on_the_order_of_groups():
 @pytest.mark.parametrize(
   "axes",
   [
-    pytest.param({}, marks=pytest.mark.slow),
+    {},
     dict(data=2, tensor=2),
-    pytest.param(dict(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
+    dict(data=2, fsdp=2, tensor=2),
   ],
 )
 def test_the_programs_of_gpus_compute_the_same(axes):

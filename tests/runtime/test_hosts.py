@@ -233,7 +233,6 @@ def test_one_process_goes_on_where_two_were(alone):
   assert {version: len(of_step) for version, of_step in tickets.items()} == dict.fromkeys(range(step, 8), 4)
 
 
-@pytest.mark.slow
 def test_two_processes_go_on_where_one_was(first_lost):
   errors, tickets = first_lost
   assert "resumed at step 8 by 2 processes, saved by 1: unfinished groups, and 0 complete ones" in errors[0]

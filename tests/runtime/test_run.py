@@ -48,7 +48,7 @@ def test_samplers_draw_with_leading_weights_and_record_their_logprobs(tmp_path):
   assert min(r["logprob_difference/lag_zero"] for r in later) > 1e-3
 
 
-@pytest.mark.parametrize("lag", ["fixed", pytest.param("heavy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lag", ["fixed", "heavy"])
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
   make = lambda name, **options: tiny(run_dir=str(tmp_path / name), lag=lag, checkpoint_every=2, **options)
   summary, whole, host = run(make("whole"))
@@ -62,7 +62,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
   assert [r["reward/mean"] for r in rows(resumed_summary)] == [r["reward/mean"] for r in rows(summary)]
 
 
-@pytest.mark.parametrize("lag", ["fixed", pytest.param("heavy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lag", ["fixed", "heavy"])
 def test_a_signal_in_a_simulated_run_changes_nothing(tmp_path, monkeypatch, lag):
   make = lambda name: tiny(run_dir=str(tmp_path / name), lag=lag)
   _, whole, host = run(make("whole"))
@@ -239,7 +239,6 @@ def test_an_error_of_the_sampler_is_not_hidden_by_a_checkpoint(tmp_path, monkeyp
     runtime.train(tiny(run_dir=str(tmp_path), mode="async", checkpoint_every=1))
 
 
-@pytest.mark.slow
 def test_evaluations_are_not_idle_time(tmp_path, monkeypatch):
   def slow(*args, **options):
     time.sleep(1.5)
@@ -307,7 +306,7 @@ def test_a_run_resumes_on_other_devices(tmp_path):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.params, moved.params)
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_no_recompilation_after_the_first_steps(tmp_path, shared_programs, mode):
   """On a mesh for each part and on one for both; simulated runs have the programs of asynchronous ones."""
   shared_programs.forget()

@@ -49,7 +49,7 @@ def expected():
   return converse(engine_of(slots=64, group_size=4, slot_buckets=1), work())
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 2}], ids=str)
 def test_samples_are_those_of_slots_with_a_prompt_each(axes, expected):
   """With conversations, refills, a cache that follows its live slots, and a mesh; nothing compiles on the way."""
   policy, params = make()
