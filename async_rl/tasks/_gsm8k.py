@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from async_rl.tasks._numbers import plain_number
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
 from async_rl.tasks._task import question
+from async_rl.tasks._tfds_records import prepared
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -99,13 +101,12 @@ def _from_tfds(split: str, data_dir: str | None) -> Sequence[dict[str, Any]]:
   # Not by name: the search for a name imports unrelated data sets, and those have dependencies of their own.
   from tensorflow_datasets.text.gsm8k import Gsm8k
 
-  builder = Gsm8k(data_dir=data_dir, file_format="array_record")
-  if not builder.is_prepared():
-    try:
-      builder.download_and_prepare()
-    except Exception as error:
-      raise RuntimeError(
-        f"TFDS could not prepare gsm8k in {builder.data_dir}: {error}. Without a network, give the folder that holds "
-        "the original train.jsonl and test.jsonl"
-      ) from error
+  make = functools.partial(Gsm8k, data_dir=data_dir, file_format="array_record")
+  try:
+    builder = prepared(make)
+  except Exception as error:
+    raise RuntimeError(
+      f"TFDS could not prepare gsm8k in {make().data_dir}: {error}. Without a network, give the folder that holds the "
+      "original train.jsonl and test.jsonl"
+    ) from error
   return builder.as_data_source(split=split)

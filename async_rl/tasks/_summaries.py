@@ -15,6 +15,7 @@ from async_rl.tasks._jsonl import text_field
 from async_rl.tasks._task import Preference
 from async_rl.tasks._task import Prompts
 from async_rl.tasks._task import known
+from async_rl.tasks._tfds_records import prepared
 from async_rl.types import STOP
 from async_rl.types import Prompt
 
@@ -64,8 +65,7 @@ class Summaries:
       return Prompts(read_jsonl(path, (self.post, self.summary), lambda record: self.prompt(0, record)), self.prompt)
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder(self.dataset, data_dir=self.data_dir, file_format="array_record")
-    builder.download_and_prepare()
+    builder = prepared(lambda: tfds.builder(self.dataset, data_dir=self.data_dir, file_format="array_record"))
     if "test" not in builder.info.splits:
       split = {"train": "train[:95%]", "test": "train[95%:]"}[split]
     return Prompts(builder.as_data_source(split=split), self.prompt)

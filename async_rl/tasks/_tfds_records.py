@@ -51,16 +51,30 @@ def served(
       yield from enumerate(records)
 
   Records.name = name
+  tfds.disable_progress_bar()
   with _quiet():
-    builder = Records(data_dir=data_dir, config=config, file_format="array_record")
-    if not builder.is_prepared():
-      tfds.disable_progress_bar()
-      try:
-        builder.download_and_prepare()
-      except OSError:  # another process may have written the same data set meanwhile
-        if not builder.is_prepared():
-          raise
+    builder = prepared(lambda: Records(data_dir=data_dir, config=config, file_format="array_record"))
   return builder.as_data_source()
+
+
+def prepared(make: Callable[[], Any]) -> Any:
+  """Returns a TFDS builder whose data set is on the disk, and writes that unless another process does meanwhile.
+
+  Args:
+    make: the function that makes the builder. A builder knows the splits that were on the disk when it was made.
+
+  Raises:
+    OSError: if the data set can not be written.
+  """
+  builder = make()
+  if builder.is_prepared() and builder.info.splits:
+    return builder
+  try:
+    builder.download_and_prepare()
+  except OSError:
+    if not builder.is_prepared():
+      raise
+  return make()
 
 
 @contextlib.contextmanager

@@ -53,6 +53,34 @@ def test_data_is_array_record_served_without_tensorflow(task, tmp_path):
   assert len(list(tmp_path.rglob("*.array_record-*"))) == 2
 
 
+def test_another_process_may_write_the_data_set_once_this_one_has_looked(task, tmp_path, monkeypatch):
+  import tensorflow_datasets as tfds
+
+  mine = tasks.Sums(numbers=3, train=300, test=100, data_dir=str(tmp_path))
+  is_prepared = tfds.core.DatasetBuilder.is_prepared
+
+  def after_another(builder):
+    monkeypatch.undo()
+    tasks.Sums(numbers=3, train=300, test=100, data_dir=str(tmp_path)).prompts("train")
+    return is_prepared(builder)
+
+  monkeypatch.setattr(tfds.core.DatasetBuilder, "is_prepared", after_another)
+  assert list(mine.prompts("train")[:5]) == list(task.prompts("train")[:5])
+
+
+def test_another_process_may_write_the_data_set_while_this_one_does(task, tmp_path, monkeypatch):
+  mine = tasks.Sums(numbers=3, train=300, test=100, data_dir=str(tmp_path))
+  generate = tasks.Sums._generate
+
+  def after_another(self):
+    monkeypatch.undo()
+    tasks.Sums(numbers=3, train=300, test=100, data_dir=str(tmp_path)).prompts("train")
+    return generate(self)
+
+  monkeypatch.setattr(tasks.Sums, "_generate", after_another)
+  assert list(mine.prompts("train")[:5]) == list(task.prompts("train")[:5])
+
+
 def test_another_seed_is_another_data_set(task, data_dir):
   other = tasks.Sums(numbers=3, train=300, test=100, seed=1, data_dir=data_dir)
   assert [p.text for p in other.prompts("test")] != [p.text for p in task.prompts("test")]
