@@ -64,7 +64,7 @@ def prepared(make: Callable[[], Any]) -> Any:
     make: the function that makes the builder. A builder knows the splits that were on the disk when it was made.
 
   Raises:
-    OSError: if the data set can not be written.
+    OSError: if the data set cannot be written.
   """
   builder = make()
   if builder.is_prepared() and builder.info.splits:

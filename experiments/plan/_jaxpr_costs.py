@@ -123,7 +123,7 @@ def _count(jaxpr: Any, arguments: list[_Value], scope: _Scope, found: tuple[list
   results = {env[v] for v in jaxpr.outvars if isinstance(v, core.Var)}
   steps = _alive(steps, results)
   found[0].extend(_fusions(steps, results, scope.times))
-  products: dict[Any, list[_Step]] = collections.defaultdict(list)
+  products: dict[Any, list[Operation]] = collections.defaultdict(list)
   for step in steps:
     if step.name in _LOOPS:
       for inner, operands, within in _bodies(step, scope):
@@ -132,11 +132,13 @@ def _count(jaxpr: Any, arguments: list[_Value], scope: _Scope, found: tuple[list
       found[1].append(_kernel(step, scope))
     elif step.name in _CUDNN_PRODUCTS:
       found[1].append(_cudnn_kernel(step, scope))
-    elif step.name == "dot_general" and _operation(step, scope).nbytes <= _JOINED_PRODUCT:
-      products[step.reads[0], str(step.eqn.params["dimension_numbers"])].append(step)
     elif step.alone:
-      found[0].append(_operation(step, scope))
-  found[0].extend(_joined_product(steps, scope) for steps in products.values())
+      operation = _operation(step, scope)
+      if step.name == "dot_general" and operation.nbytes <= _JOINED_PRODUCT:
+        products[step.reads[0], str(step.eqn.params["dimension_numbers"])].append(operation)
+      else:
+        found[0].append(operation)
+  found[0].extend(_joined_product(value, parts) for (value, _), parts in products.items())
 
 
 def _inline(jaxpr: Any, env: dict[Any, Any], share: float) -> Iterator[_Step]:
@@ -224,10 +226,9 @@ def _operation(step: _Step, scope: _Scope) -> Operation:
   return Operation(product_flops(step.eqn) * scope.share, nbytes, scope.times, dtype)
 
 
-def _joined_product(steps: list[_Step], scope: _Scope) -> Operation:
+def _joined_product(value: _Value, parts: list[Operation]) -> Operation:
   """Counts products of one value with several matrices as the one into which XLA joins them: it is read once."""
-  parts = [_operation(step, scope) for step in steps]
-  again = (len(steps) - 1) * steps[0].reads[0].nbytes
+  again = (len(parts) - 1) * value.nbytes
   return parts[0]._replace(flops=sum(x.flops for x in parts), nbytes=sum(x.nbytes for x in parts) - again)
 
 
