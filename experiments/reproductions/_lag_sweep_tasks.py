@@ -62,9 +62,7 @@ class Setting:
 
   @property
   def completion_tokens(self) -> int:
-    if isinstance(self.task, Sorting):
-      return self.task.numbers + 1
-    return (11 if isinstance(self.task, tasks.Sums) else 6) * (self.task.numbers - 1)
+    return _RULES[type(self.task)].tokens(self.task.numbers)
 
   @property
   def end(self) -> int:
@@ -143,12 +141,7 @@ def reward_fn(setting: Setting) -> Callable[[Array, Array], Array]:
 
   What follows an end token in a completion is ignored. A completion without an end token earns nothing.
   """
-  by_task: dict[type, Callable[[Any, Array, Array], Array]] = {
-    tasks.Sums: _sums_right,
-    tasks.CountdownSteps: _countdown_right,
-    Sorting: _sorting_right,
-  }
-  right = by_task[type(setting.task)]
+  right = _RULES[type(setting.task)].right
   return lambda prompts, tokens: right(setting.task, prompts, tokens).astype(jnp.float32)
 
 
@@ -190,3 +183,17 @@ def _countdown_right(task: tasks.CountdownSteps, prompts: Array, tokens: Array) 
     right &= jnp.all(left >= 0, axis=1)
     left += jax.nn.one_hot(result, values, dtype=jnp.int32)
   return right & (tokens[:, -2] == prompts[:, task.numbers + 1])
+
+
+class _Rule(NamedTuple):
+  """The tokens of a completion by the number of numbers, the end token included; and which completions are right."""
+
+  tokens: Callable[[int], int]
+  right: Callable[[Any, Array, Array], Array]
+
+
+_RULES: dict[type, _Rule] = {
+  tasks.Sums: _Rule(lambda numbers: 11 * (numbers - 1), _sums_right),
+  tasks.CountdownSteps: _Rule(lambda numbers: 6 * (numbers - 1), _countdown_right),
+  Sorting: _Rule(lambda numbers: numbers + 1, _sorting_right),
+}

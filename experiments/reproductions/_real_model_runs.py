@@ -117,8 +117,6 @@ SIZES: Mapping[str, Any] = types.MappingProxyType(
     picture=False,
   )
 )  # fmt: skip
-#: Samples of each test problem in an evaluation, by the number of samples that an update trains on.
-TEST_SAMPLES: Mapping[int, int] = types.MappingProxyType({128: 1, 512: 4})
 #: The same for updates of 512 samples.
 LARGE: Mapping[str, Any] = types.MappingProxyType(
   {**SIZES, **dict(groups=32, samples=16, slots=512, prefill_tokens=12288, eval_every=24, eval_prompts=4 * 1319)}

@@ -16,13 +16,15 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
 
 from experiments.reproductions import _real_model_report as reports
 from experiments.reproductions._real_model_runs import LARGE
 from experiments.reproductions._real_model_runs import METHODS
 from experiments.reproductions._real_model_runs import SIZES
 from experiments.reproductions._real_model_runs import SMOKE
-from experiments.reproductions._real_model_runs import TEST_SAMPLES
 from experiments.reproductions._real_model_runs import Run
 from experiments.reproductions._real_model_runs import Study
 from experiments.reproductions._real_model_runs import plan
@@ -30,9 +32,29 @@ from experiments.reproductions._real_model_runs import read_steps
 from experiments.reproductions._run_many import run_many
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-#: The folder of results and the sizes by the number of samples that an update trains on.
-FOLDERS = {128: RESULTS, 512: RESULTS / "real_model_512"}
-BY_SAMPLES = {128: SIZES, 512: LARGE}
+
+
+class Scale(NamedTuple):
+  """How large the runs of a page are.
+
+  Attributes:
+    folder: the folder of their results.
+    sizes: their options.
+    test_samples: the number of samples of a test problem in an evaluation.
+  """
+
+  folder: pathlib.Path
+  sizes: Mapping[str, Any]
+  test_samples: int
+
+  @property
+  def evaluated(self) -> int:
+    """Returns the number of samples of an evaluation."""
+    return self.test_samples * reports.PROBLEMS
+
+
+#: The scales by the number of samples that an update trains on.
+SCALES = {128: Scale(RESULTS, SIZES, 1), 512: Scale(RESULTS / "real_model_512", LARGE, 4)}
 
 
 def make(study: Study, wanted: Iterable[Run], file: pathlib.Path, workers: int, seconds: float) -> None:
@@ -87,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
   parser.add_argument("--rate", type=float, default=3e-5, help="the learning rate")
   parser.add_argument("--seeds", type=int, default=2)
-  parser.add_argument("--samples", type=int, default=128, choices=list(BY_SAMPLES), help="of an update")
+  parser.add_argument("--samples", type=int, default=128, choices=list(SCALES), help="of an update")
   parser.add_argument("--steps", type=int, help=f"default {SIZES['steps']}")
   parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
   parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which no run goes on")
@@ -97,21 +119,19 @@ def main(arguments: list[str] | None = None) -> None:
   if min(options.seeds, options.workers, options.steps or 1) < 1 or min(options.lags) < 0 or options.rate <= 0:
     parser.error("--seeds, --workers and --steps must be at least 1, --rate above 0, --lags not below")
   folder = options.folder or pathlib.Path("runs/real_model_smoke" if options.smoke else "runs/real_model")
-  results = options.results or (folder if options.smoke else FOLDERS[options.samples])
-  test_samples = TEST_SAMPLES[options.samples]
+  scale = SCALES[options.samples]
+  results = options.results or (folder if options.smoke else scale.folder)
   if not options.report:
     if options.gsm8k_folder is None:
       parser.error("the runs need --gsm8k-folder")
-    sizes = dict(SMOKE if options.smoke else BY_SAMPLES[options.samples]) | (
-      {"steps": options.steps} if options.steps else {}
-    )
-    study = Study(folder, options.gsm8k_folder, options.weights, sizes, test_samples)
+    sizes = dict(SMOKE if options.smoke else scale.sizes) | ({"steps": options.steps} if options.steps else {})
+    study = Study(folder, options.gsm8k_folder, options.weights, sizes, scale.test_samples)
     wanted = plan(options.lags, options.methods, options.seeds, options.rate)
     make(study, wanted, results / "real_model.csv", options.workers, options.budget_s)
     with contextlib.suppress(OSError):  # what was cut off stays
       (folder / "runs").rmdir()
   try:
-    report(results, test_samples * reports.PROBLEMS)
+    report(results, scale.evaluated)
   except FileNotFoundError as error:
     parser.error(str(error))
 

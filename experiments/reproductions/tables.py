@@ -123,11 +123,7 @@ def real_runs() -> real.Runs:
 @functools.cache
 def large_runs() -> real.Runs:
   """Returns the runs of the pretrained model with updates of 512 samples."""
-  return real.read(real_model.FOLDERS[512] / "real_model.csv")
-
-
-#: The samples of an evaluation of those runs.
-LARGE_SAMPLES = real_model.TEST_SAMPLES[512] * real.PROBLEMS
+  return real.read(real_model.SCALES[512].folder / "real_model.csv")
 
 
 def counts(study: paired.Study) -> str:
@@ -266,7 +262,7 @@ TABLES: dict[str, Callable[[], str]] = {
   "real, end": lambda: real.end_table(real_runs()),
   "real, signs": lambda: real.sign_table(real_runs()),
   "real 512, accuracy": lambda: real.accuracy_table(large_runs()),
-  "real 512, end": lambda: real.end_table(large_runs(), LARGE_SAMPLES),
+  "real 512, end": lambda: real.end_table(large_runs(), real_model.SCALES[512].evaluated),
   "real 512, rewards": lambda: real.reward_table(large_runs()),
   "real 512, signs": lambda: real.sign_table(large_runs()),
 }
