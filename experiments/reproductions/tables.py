@@ -115,15 +115,9 @@ def looks() -> list[rlhf_plans.Look]:
 
 
 @functools.cache
-def real_runs() -> real.Runs:
-  """Returns the runs of the pretrained model."""
-  return real.read(reports.RESULTS / "real_model.csv")
-
-
-@functools.cache
-def large_runs() -> real.Runs:
-  """Returns the runs of the pretrained model with updates of 512 samples."""
-  return real.read(real_model.SCALES[512].folder / "real_model.csv")
+def real_runs(samples: int) -> real.Runs:
+  """Returns the runs of the pretrained model with updates of so many samples."""
+  return real.read(real_model.SCALES[samples].folder / "real_model.csv")
 
 
 def counts(study: paired.Study) -> str:
@@ -258,13 +252,13 @@ TABLES: dict[str, Callable[[], str]] = {
   "rlhf, methods": lambda: rlhf_reports.differences_to_method(looks(), "online_dpo"),
   "rlhf, proxies": lambda: rlhf_reports.proxies(looks()),
   "rlhf, over-optimization": lambda: rlhf_reports.over_optimization(all_looks(), async_rlhf.STUDY),
-  "real, accuracy": lambda: real.accuracy_table(real_runs()),
-  "real, end": lambda: real.end_table(real_runs()),
-  "real, signs": lambda: real.sign_table(real_runs()),
-  "real 512, accuracy": lambda: real.accuracy_table(large_runs()),
-  "real 512, end": lambda: real.end_table(large_runs(), real_model.SCALES[512].evaluated),
-  "real 512, rewards": lambda: real.reward_table(large_runs()),
-  "real 512, signs": lambda: real.sign_table(large_runs()),
+  "real, accuracy": lambda: real.accuracy_table(real_runs(128)),
+  "real, end": lambda: real.end_table(real_runs(128)),
+  "real, signs": lambda: real.sign_table(real_runs(128)),
+  "real 512, accuracy": lambda: real.accuracy_table(real_runs(512)),
+  "real 512, end": lambda: real.end_table(real_runs(512), real_model.SCALES[512].evaluated),
+  "real 512, rewards": lambda: real.reward_table(real_runs(512)),
+  "real 512, signs": lambda: real.sign_table(real_runs(512)),
 }
 
 
