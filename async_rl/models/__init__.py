@@ -25,14 +25,14 @@ from async_rl.models._lora import split_trainable
 from async_rl.models._model_config import ModelConfig
 from async_rl.models._model_config import RopeScaling
 from async_rl.models._model_config import rope_frequencies
+from async_rl.models._param_forms import Params
+from async_rl.models._param_forms import as_used
+from async_rl.models._param_forms import unstack_layers
 from async_rl.models._policy import DTYPES
 from async_rl.models._policy import REMAT
 from async_rl.models._policy import Cache
-from async_rl.models._policy import Params
 from async_rl.models._policy import Policy
-from async_rl.models._policy import as_used
 from async_rl.models._policy import limit_vocabulary
-from async_rl.models._policy import unstack_layers
 from async_rl.models._reward_model import RewardModel
 from async_rl.models._sharding import AXES
 from async_rl.models._sharding import ROWS

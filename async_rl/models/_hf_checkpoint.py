@@ -20,7 +20,7 @@ from async_rl.models._files import read_json_object
 from async_rl.models._hf_config import read_hf_config
 from async_rl.models._hf_config import write_hf_config
 from async_rl.models._model_config import ModelConfig
-from async_rl.models._policy import Params
+from async_rl.models._param_forms import Params
 from async_rl.models._tensor_names import hf_names
 from async_rl.models._tensor_names import is_transposed
 from async_rl.models._tensor_names import tensors_of

@@ -21,7 +21,7 @@ from async_rl.models._gguf_checkpoint import GGUFCheckpoint
 from async_rl.models._gguf_checkpoint import packaged_gguf
 from async_rl.models._hf_checkpoint import HFCheckpoint
 from async_rl.models._model_config import ModelConfig
-from async_rl.models._policy import Params
+from async_rl.models._param_forms import Params
 from async_rl.models._policy import Policy
 from async_rl.models._sharding import path_name
 from async_rl.models._tensor_names import is_stacked

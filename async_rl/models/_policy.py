@@ -36,11 +36,14 @@ from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
 from async_rl.models._lora import init_adapters
 from async_rl.models._model_config import ModelConfig
+from async_rl.models._param_forms import Params
+from async_rl.models._param_forms import as_used
+from async_rl.models._param_forms import list_layers
+from async_rl.models._param_forms import unstack_layers
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
 
 Array = jax.Array
-Params = dict[str, Any]
 #: Of each layer the keys and the values, each [B, N, S, d]; with the backend "ragged" both in one array [B, n, S, w].
 Cache = tuple[tuple[Array, ...], ...]
 
@@ -54,8 +57,6 @@ _SAVED: dict[str, tuple[str, ...] | None] = {
 }
 REMAT = tuple(_SAVED)
 DTYPES = ("float32", "bfloat16", "float16")
-#: The parts of the parameters that have a leading axis of layers.
-_STACKED = ("layers", "adapters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +334,7 @@ class Policy:
     else:
       x, extras = jax.lax.scan(body, x, layers)
       if extras is not None:
-        extras = _as_list(extras, self.config.num_layers)
+        extras = list_layers(extras, self.config.num_layers)
     return ends.final_norm(x).astype(self.dtype), tuple(extras) if extras is not None else None
 
 
@@ -358,28 +359,6 @@ def finish_logits(logits: Array, config: ModelConfig) -> Array:
   return logits
 
 
-def as_used(params: Params, dtype: str | jnp.dtype) -> Params:
-  """Copies parameters in the dtypes of their use: the compute dtype, but float32 for norm scales and value heads.
-
-  Traceable. The copy shares no memory with `params`, which may be donated.
-  """
-
-  def copy(path, x):
-    small = path[-1].key == "scale" or path[0].key == "value_head"
-    return jnp.array(x, jnp.float32 if small else jnp.dtype(dtype), copy=True)
-
-  return jax.tree_util.tree_map_with_path(copy, params)
-
-
-def unstack_layers(params: Params) -> Params:
-  """Turns stacked layers and adapters, as far as there are any, into lists of per-layer dicts."""
-
-  def unstack(stacked: Params) -> list[Params]:
-    return _as_list(stacked, jax.tree.leaves(stacked)[0].shape[0])
-
-  return {k: unstack(v) if k in _STACKED and not isinstance(v, list) else v for k, v in params.items()}
-
-
 def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:
   """Returns the policy with the rows of its table beyond a tokenizer's vocabulary marked as padding.
 
@@ -388,10 +367,6 @@ def limit_vocabulary(policy: Policy, vocab_size: int) -> Policy:
   """
   limit = min(vocab_size, policy.config.vocab_limit or vocab_size)
   return dataclasses.replace(policy, config=dataclasses.replace(policy.config, vocab_limit=limit))
-
-
-def _as_list(layers: Any, depth: int) -> list[Any]:
-  return [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(depth)]
 
 
 @functools.lru_cache(maxsize=64)

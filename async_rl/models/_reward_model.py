@@ -7,7 +7,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from async_rl.models._policy import Params
+from async_rl.models._param_forms import Params
 from async_rl.models._policy import Policy
 from async_rl.models._value_head import head_values
 from async_rl.models._value_head import init_value_head

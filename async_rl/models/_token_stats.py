@@ -12,7 +12,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
 
-from async_rl.models._policy import Params
+from async_rl.models._param_forms import Params
 from async_rl.models._policy import Policy
 from async_rl.models._policy import finish_logits
 from async_rl.models._sharding import AXES
