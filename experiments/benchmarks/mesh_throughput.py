@@ -8,9 +8,13 @@ in a process of its own; runs on few devices are made side by side on different 
 so that the lengths have a long tail: 62 tokens in the mean, 512 at most. Prints a row per run and writes
 mesh_throughput.json.
 
-Columns: seconds of a step, median and slowest; trained tokens per second; shares of the time for which the learner and
-the generator had nothing to do; share of the sampler's slots that drew a token; bandwidth of the weight push. Then, per
-number of devices, the learner's step on as many times the sequences, all axes data or all fsdp.
+Columns: seconds of a step, median, mean and slowest; trained tokens per second, and of a step; seconds of the learner
+in a step; shares of the time for which the learner and the generator had nothing to do; share of the sampler's slots
+that drew a token; bandwidth of the weight push. Then, per number of devices, the tokens per second of a sampler whose
+slots are always full, and the learner's step on as many times the sequences, all axes data or all fsdp. From these
+follows for every split what a step would take if the slower side never waited: its tokens at the sampler's rate, or the
+learner's seconds in `sync` on as many devices; and what multiple of it the mean step took. First of all, two starts of
+one command of a single step, of which the second finds its programs compiled: seconds until it ended.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -48,6 +53,7 @@ from experiments.benchmarks.decode_speed import QWEN3_06B
 from experiments.benchmarks.stabilizer_cost import make_batch
 
 MEAN_LENGTH = 62
+PARTS = ("starts", "runs", "sampler", "learner")
 TINY = models.ModelConfig(
   vocab_size=800, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, tie_embeddings=True
 )
@@ -109,7 +115,9 @@ class Options:
   output: runtime.Output = runtime.Output(eval_prompts=0, checkpoint_every=0)
 
 
-SMOKE: dict[str, Any] = dict(groups=2, samples=2, slots=4, max_completion_tokens=64, rows=2, row_tokens=384)
+SMOKE: dict[str, Any] = dict(
+  groups=2, samples=2, slots=4, max_completion_tokens=64, rows=2, row_tokens=448, skip_bad_prompts=True
+)
 
 
 class LongTailed:
@@ -145,7 +153,7 @@ def build(folder: str, smoke: bool, **options: Any) -> runtime.Experiment:
 
 
 def make_policy(config: models.ModelConfig, smoke: bool) -> models.Policy:
-  return models.Policy(config, dtype="float32" if smoke else "bfloat16", remat="attention")
+  return models.Policy(config, dtype="float32" if smoke else "bfloat16", remat="activations")
 
 
 def make_optimizer() -> optax.GradientTransformation:
@@ -156,12 +164,17 @@ def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, devices: Seq
   """Returns the row of a run, made in a process of its own on the devices of these numbers."""
   run_dir = folder / "run"
   options = dict(run.options) | {"run_dir": str(run_dir), "steps": 6 if args.smoke else args.steps}
+  run_on_devices(_command(args, options), devices, folder.parent / "cache", forced=args.smoke)
+  return {"run": run.name, "devices": run.devices, **summarize(list(read_metrics(run_dir / "metrics.jsonl")))}
+
+
+def _command(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
+  """Returns the command of a run."""
   call = f"build({args.gsm8k_folder!r}, {args.smoke}, **{options!r})"
   program = (
     f"from experiments.benchmarks.mesh_throughput import build; from async_rl import runtime; runtime.train({call})"
   )
-  run_on_devices([sys.executable, "-c", program], devices, folder.parent / "cache", forced=args.smoke)
-  return {"run": run.name, "devices": run.devices, **summarize(list(read_metrics(run_dir / "metrics.jsonl")))}
+  return [sys.executable, "-c", program]
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -173,14 +186,59 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
   pushes = [row["bytes/weight_push"] / row["time/weight_push"] for row in steps if row["time/weight_push"] > 0]
   return {
     "seconds": statistics.median(times),
+    "mean": statistics.mean(times),
     "slowest": max(times),
     "tokens/s": sum(row["tokens/trained"] for row in steps) / sum(times),
+    "tokens": mean("tokens/trained"),
+    "learning": statistics.median(row["time/learning"] for row in steps),
     "idle/learner": mean("idle/learner"),
     "idle/generator": mean("idle/generator"),
     "occupancy": mean("sampler/occupancy"),
     "push GB/s": statistics.median(pushes) / 1e9 if pushes else 0.0,
     "lag": max(row["staleness/max"] for row in steps),
   }
+
+
+def measure_sampler(count: int, args: argparse.Namespace) -> dict[str, Any]:
+  """Returns the tokens per second that the runs' sampler draws on `count` devices when nothing holds it back."""
+  experiment = build(args.gsm8k_folder, args.smoke)
+  sampler = experiment.make_sampler(experiment.sampler_config, rollout.make_mesh(jax.devices()[:count]))
+  sampler.set_weights(jax.jit(experiment.policy.init)(jax.random.key(0)), 0)
+  prompts = rollout.PromptStream(experiment.encoder, experiment.task.prompts("train"), seed=0)
+  tickets = itertools.count()
+
+  def draw(tokens: float) -> float:
+    """Draws at least so many tokens; returns how many a second."""
+    start, before = time.perf_counter(), sampler.counters.tokens
+    while (drawn := sampler.counters.tokens - before) < tokens:
+      while sampler.has_room():
+        sampler.submit(prompts.request(next(tickets)))
+      sampler.step()
+    return drawn / (time.perf_counter() - start)
+
+  turn = experiment.sampler_config.slots * MEAN_LENGTH
+  draw(2 * turn)  # compiles, and the samples are of all ages from then on
+  return {"devices": count, "tokens/s": draw((1 if args.smoke else 10) * turn)}
+
+
+def compare(result: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+  """Yields for every run on split devices the seconds of a step if the slower side never waited, and the multiple."""
+  rates = {row["devices"]: row["tokens/s"] for row in result["sampler"]}
+  learning = {row["devices"]: row["learning"] for row in result["runs"] if row["run"] == "sync"}
+  for row in result["runs"]:
+    half = row["devices"] // 2
+    if "split" in row["run"] and half in rates and half in learning:
+      sides = {"sampling": row["tokens"] / rates[half], "learning": learning[half]}
+      yield {"run": row["run"], "devices": row["devices"], **sides, "ratio": row["mean"] / max(sides.values())}
+
+
+def measure_starts(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """Yields the seconds that a run of one step on one device takes, first without and then with compiled programs."""
+  for start in ("first", "second"):
+    options = {"run_dir": str(folder / start), "steps": 1, "generation_devices": 0, "max_lag": 2}
+    began = time.perf_counter()
+    run_on_devices(_command(args, options), [0], folder / "cache", forced=args.smoke)
+    yield {"start": start, "seconds": time.perf_counter() - began}
 
 
 def measure_learner(count: int, axis: str, smoke: bool) -> dict[str, Any]:
@@ -207,21 +265,25 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--steps", type=int, default=16)
   parser.add_argument("--lags", type=int, nargs="+", default=(4,), help="bounds of the lag of split devices")
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
-  parser.add_argument("--parts", nargs="+", choices=("runs", "learner"), default=("runs", "learner"))
+  parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_throughput.json"))
   args = parser.parse_args(arguments)
   count = 2 if args.smoke else int(_ask("len(jax.devices())"))
   device = _ask("jax.devices()[0].device_kind")
-  result: dict[str, Any] = {"device": device, "devices": count, "jax": jax.__version__, "runs": [], "learner": []}
+  result: dict[str, Any] = {"device": device, "devices": count, "jax": jax.__version__}
+  result |= {part: [] for part in (*PARTS, "ratios")}
 
   def report(part: str, row: dict[str, Any]) -> None:
     print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
     result[part].append(row)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
-  if "runs" in args.parts:
-    machine = Machine(count)
-    with tempfile.TemporaryDirectory() as name:
+  with tempfile.TemporaryDirectory() as name:
+    if "starts" in args.parts:
+      for row in measure_starts(args, pathlib.Path(name) / "starts"):
+        report("starts", row)
+    if "runs" in args.parts:
+      machine = Machine(count)
 
       def train_alone(numbered: tuple[int, Run]) -> dict[str, Any]:
         number, run = numbered
@@ -233,8 +295,14 @@ def main(arguments: list[str] | None = None) -> None:
       with futures.ThreadPoolExecutor(count) as pool:
         for row in pool.map(train_alone, enumerate(runs_of(count, args.lags))):
           report("runs", row)
+  sizes = sizes_of(min(count, len(jax.devices())))
+  if "sampler" in args.parts:
+    for size in sizes:
+      report("sampler", measure_sampler(size, args))
+  for row in compare(result):
+    report("ratios", row)
   if "learner" in args.parts:
-    for size in sizes_of(min(count, len(jax.devices()))):
+    for size in sizes:
       for axis in ("data", "fsdp") if size > 1 else ("data",):
         report("learner", measure_learner(size, axis, args.smoke))
 

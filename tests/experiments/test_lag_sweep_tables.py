@@ -199,7 +199,9 @@ def test_the_best_of_a_group_is_taken_with_its_control(tmp_path):
   assert (knobs.skip, knobs.loss, knobs.align_low) == (0.25, list(sweep_losses.LOSSES).index("topr"), 2.0)
 
 
-@pytest.mark.parametrize("name", ["gac_map", "gac_words", "missing_methods", "second_task", "second_size"])
+@pytest.mark.parametrize(
+  "name", ["gac_map", "gac_words", "missing_methods", "remaining_methods", "second_task", "second_size"]
+)
 def test_a_plan_reports_on_seeds_that_it_does_not_try_anything_on(name):
   items = lag_sweep._items(plans.read(reports.RESULTS.parent / f"{name}.txt"))
   reported = {seed for item in items if item.tried for seed in item.seeds}
