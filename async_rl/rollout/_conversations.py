@@ -105,12 +105,13 @@ class Conversations:
     """Asks the task to answer a sample that the sampler has finished, or requests its reward if it has ended."""
     group, sample = self._open[completion.ticket], completion.sample
     group.completions[sample] = completion
-    texts = (*group.turns.get(sample, ()), self._encoder.decode_last_turn(completion))
-    model_turns = (len(texts) + 1) // 2
-    if not self._encoder.has_tool or completion.finish != STOP or model_turns >= self._encoder.max_turns:
-      self._request_reward(completion)
-    else:
+    earlier = group.turns.get(sample, ())  # the model's and the task's, in turns
+    may_call = self._encoder.has_tool and completion.finish == STOP
+    if may_call and len(earlier) // 2 + 1 < self._encoder.max_turns:
+      texts = (*earlier, self._encoder.decode_last_turn(completion))
       group.answers[sample] = self._rewards.respond(group.request.prompt, texts)
+    else:
+      self._request_reward(completion)
 
   def resume_answered(self, only: tuple[int, int] | None = None, wait: bool = False) -> list[tuple[int, int]]:
     """Resumes or ends the samples that the task has answered.

@@ -102,7 +102,13 @@ class PromptEncoder:
 
   def _ends_turn(self, completion: Completion) -> np.ndarray:
     """Returns bool [T]: whether a token was drawn and ends a turn."""
-    return completion.mask & np.isin(completion.tokens, self.tokenizer.stop_ids)
+    stops = self._sorted_stops  # np.isin would sort them again for every completion, while the devices wait
+    return completion.mask & (stops[np.searchsorted(stops[:-1], completion.tokens)] == completion.tokens)
+
+  @functools.cached_property
+  def _sorted_stops(self) -> np.ndarray:
+    """The tokens that end a turn, after one that no vocabulary has."""
+    return np.unique(np.array([-1, *self.tokenizer.stop_ids], np.int32))
 
 
 class PromptStream:

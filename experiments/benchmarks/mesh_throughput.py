@@ -8,13 +8,14 @@ in a process of its own; runs on few devices are made side by side on different 
 so that the lengths have a long tail: 62 tokens in the mean, 512 at most. Prints a row per run and writes
 mesh_throughput.json.
 
-Columns: seconds of a step, median, mean and slowest; trained tokens per second, and of a step; seconds of the learner
-in a step; shares of the time for which the learner and the generator had nothing to do; share of the sampler's slots
-that drew a token; bandwidth of the weight push. Then, per number of devices, the tokens per second of a sampler whose
-slots are always full, and the learner's step on as many times the sequences, all axes data or all fsdp. From these
-follows for every split what a step would take if the slower side never waited: its tokens at the sampler's rate, or the
-learner's seconds in `sync` on as many devices; and what multiple of it the mean step took. First of all, two starts of
-one command of a single step, of which the second finds its programs compiled: seconds until it ended.
+Columns: seconds of a step, median, mean and slowest; trained tokens per second, and of a step; seconds of a step for
+which the learner computed and the sampler decoded; shares of the time for which the learner and the generator had
+nothing to do; share of the sampler's slots that drew a token; bandwidth of the weight push. Then, per number of
+devices, the tokens per second of a sampler whose slots are always full, and the learner's step on as many times the
+sequences, all axes data or all fsdp. From these follows for every split what a step would take if the slower side never
+waited: its tokens at the sampler's rate, or the learner's seconds in `sync` on as many devices; and what multiple of it
+the mean step took. First of all, two starts of one command of a single step, of which the second finds its programs
+compiled: seconds until the step ended.
 """
 
 from __future__ import annotations
@@ -85,16 +86,17 @@ def runs_of(count: int, lags: Sequence[int]) -> list[Run]:
 
 
 class Machine:
-  """The devices of the machine, each lent to one run at a time."""
+  """The devices of the machine, each lent to one run at a time, in the order of asking."""
 
   def __init__(self, count: int):
     self._free = list(range(count))
     self._changed = threading.Condition()
+    self._turn = threading.Lock()  # of the one who waits: who needs few devices may not overtake who needs many
 
   @contextlib.contextmanager
   def lend(self, count: int) -> Iterator[list[int]]:
     """Waits until `count` devices are free and lends them."""
-    with self._changed:
+    with self._turn, self._changed:
       self._changed.wait_for(lambda: len(self._free) >= count)
       lent, self._free = self._free[:count], self._free[count:]
     try:
@@ -163,9 +165,10 @@ def make_optimizer() -> optax.GradientTransformation:
 def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, devices: Sequence[int]) -> dict[str, Any]:
   """Returns the row of a run, made in a process of its own on the devices of these numbers."""
   run_dir = folder / "run"
-  options = dict(run.options) | {"run_dir": str(run_dir), "steps": 6 if args.smoke else args.steps}
+  options = dict(run.options) | {"run_dir": str(run_dir), "steps": 9 if args.smoke else args.steps}
   run_on_devices(_command(args, options), devices, folder.parent / "cache", forced=args.smoke)
-  return {"run": run.name, "devices": run.devices, **summarize(list(read_metrics(run_dir / "metrics.jsonl")))}
+  rows = list(read_metrics(run_dir / "metrics.jsonl"))
+  return {"run": run.name, "devices": run.devices, **summarize(rows, dict(run.options).get("max_lag", 0))}
 
 
 def _command(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
@@ -177,10 +180,16 @@ def _command(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
   return [sys.executable, "-c", program]
 
 
-def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-  """Returns the columns of a run, from the second half of its steps."""
+def summarize(rows: Sequence[dict[str, Any]], max_lag: int) -> dict[str, float]:
+  """Returns the columns of a run.
+
+  Args:
+    rows: its metrics.
+    max_lag: the bound of its lag. The first third of the steps, which train what was drawn while programs compiled, and
+      this many at the end, for which nothing is drawn any more, do not count.
+  """
   steps = [row for row in rows if "reward/mean" in row]
-  steps = steps[len(steps) // 2 :]
+  steps = steps[len(steps) // 3 : len(steps) - max_lag]
   times = [row["time/step"] for row in steps]
   mean = lambda name: statistics.mean(row[name] for row in steps)
   pushes = [row["bytes/weight_push"] / row["time/weight_push"] for row in steps if row["time/weight_push"] > 0]
@@ -191,6 +200,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     "tokens/s": sum(row["tokens/trained"] for row in steps) / sum(times),
     "tokens": mean("tokens/trained"),
     "learning": statistics.median(row["time/learning"] for row in steps),
+    "generation": mean("time/generation"),
     "idle/learner": mean("idle/learner"),
     "idle/generator": mean("idle/generator"),
     "occupancy": mean("sampler/occupancy"),
@@ -233,12 +243,13 @@ def compare(result: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]
 
 
 def measure_starts(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields the seconds that a run of one step on one device takes, first without and then with compiled programs."""
+  """Yields the seconds from a start to the end of the first step on one device, first without compiled programs."""
   for start in ("first", "second"):
-    options = {"run_dir": str(folder / start), "steps": 1, "generation_devices": 0, "max_lag": 2}
-    began = time.perf_counter()
+    run_dir = folder / start
+    options = {"run_dir": str(run_dir), "steps": 1, "generation_devices": 0, "max_lag": 2}
+    began = time.time()
     run_on_devices(_command(args, options), [0], folder / "cache", forced=args.smoke)
-    yield {"start": start, "seconds": time.perf_counter() - began}
+    yield {"start": start, "seconds": (run_dir / "metrics.jsonl").stat().st_mtime - began}
 
 
 def measure_learner(count: int, axis: str, smoke: bool) -> dict[str, Any]:
@@ -262,7 +273,7 @@ def measure_learner(count: int, axis: str, smoke: bool) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--gsm8k-folder", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-  parser.add_argument("--steps", type=int, default=16)
+  parser.add_argument("--steps", type=int, default=28)
   parser.add_argument("--lags", type=int, nargs="+", default=(4,), help="bounds of the lag of split devices")
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

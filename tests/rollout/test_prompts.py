@@ -1,12 +1,16 @@
 """The stream of prompts: its order, epochs, and what happens to it when prompts are left out."""
 
 import collections
+import types
 
+import numpy as np
 import pytest
 
 from async_rl import models
 from async_rl import rollout
 from async_rl import tasks
+from async_rl.types import STOP
+from async_rl.types import Completion
 from async_rl.types import Prompt
 
 TOKENIZER = models.SentencePieceTokenizer(models.train_sentencepiece(["0123456789+=;"]))
@@ -66,3 +70,17 @@ def test_the_prompts_of_a_data_set_pass(tmp_path):
   task = tasks.Sums(numbers=2, train=64, test=8, data_dir=str(tmp_path))
   check = rollout.PromptEncoder(task, TOKENIZER, 8).check(task.prompts("train"))
   assert (check.prompts, check.skipped, check.longest) == (64, (), 7)
+
+
+@pytest.mark.parametrize("stop_ids", [(), (7,), (0,), (9, 3, 3, 5)])
+def test_turns_end_with_drawn_stop_tokens(stop_ids):
+  tokenizer = types.SimpleNamespace(stop_ids=stop_ids, decode=tuple)
+  encoder = rollout.PromptEncoder(tasks.Sums(numbers=2, train=64, test=8), tokenizer, 10)
+  rng = np.random.default_rng(0)
+  for _ in range(200):
+    tokens, mask = rng.integers(0, 12, 8).astype(np.int32), rng.random(8) < 0.8
+    completion = Completion(0, 0, tokens, np.zeros(8, np.float32), np.zeros(8, np.int32), mask, STOP)
+    ends = [bool(drawn and token in stop_ids) for token, drawn in zip(tokens, mask, strict=True)]
+    begins = max((i + 1 for i in range(7) if ends[i] or not mask[i]), default=0)
+    assert encoder.count_turns(completion) == 1 + sum(ends[:7])
+    assert encoder.decode_last_turn(completion) == tuple(tokens[begins:].tolist())
