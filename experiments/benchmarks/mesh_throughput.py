@@ -214,6 +214,7 @@ def measure_sampler(count: int, args: argparse.Namespace) -> dict[str, Any]:
   experiment = build(args.gsm8k_folder, args.smoke)
   sampler = experiment.make_sampler(experiment.sampler_config, rollout.make_mesh(jax.devices()[:count]))
   sampler.set_weights(jax.jit(experiment.policy.init)(jax.random.key(0)), 0)
+  sampler.warmup()
   prompts = rollout.PromptStream(experiment.encoder, experiment.task.prompts("train"), seed=0)
   tickets = itertools.count()
 
@@ -227,7 +228,7 @@ def measure_sampler(count: int, args: argparse.Namespace) -> dict[str, Any]:
     return drawn / (time.perf_counter() - start)
 
   turn = experiment.sampler_config.slots * MEAN_LENGTH
-  draw(2 * turn)  # compiles, and the samples are of all ages from then on
+  draw(2 * turn)  # the samples are of all ages from then on
   return {"devices": count, "tokens/s": draw((1 if args.smoke else 10) * turn)}
 
 
