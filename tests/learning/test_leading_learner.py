@@ -1,21 +1,24 @@
 """The weights that samplers get, with a lead and without."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
 from learning_helpers import ADAPTED
-from learning_helpers import base
+from learning_helpers import BIGRAM
 from learning_helpers import make_groups
 from learning_helpers import make_learner
+from learning_helpers import params_of
 from learning_helpers import shape_of
 
 from async_rl import learning
 from async_rl import stabilizers
 
 
-def after_a_step(optimizer, **options):
-  learner = make_learner(shape_of(), optimizer=optimizer, **options)
-  state = learner.init(jax.random.key(1), base())
+def after_a_step(optimizer, policy=BIGRAM):
+  learner = make_learner(shape_of(), optimizer=optimizer, policy=policy)
+  state = learner.init(jax.random.key(1), params_of(dataclasses.replace(policy, lora=None)))
   state, _ = learner.step(state, learner.put(learning.pack(make_groups(), learner.shape)))
   return state, learner.sampler_params(state)
 

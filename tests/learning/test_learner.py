@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from learning_helpers import BIGRAM
 from learning_helpers import CONFIG
 from learning_helpers import LONGEST
 from learning_helpers import POLICY
@@ -76,8 +77,14 @@ def test_gradient_is_that_of_the_written_out_loss(method):
 
 
 @functools.cache
+def plain():
+  """The learner that several tests share."""
+  return make_learner(shape_of())
+
+
+@functools.cache
 def reference():
-  return run(make_learner(shape_of()), make_groups())
+  return run(plain(), make_groups())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ def test_samples_whose_rewards_failed_count_nowhere():
     kept = [k for k in range(4) if k not in group.failed]
     return group._replace(completions=tuple(group.completions[k] for k in kept), rewards=group.rewards[kept], failed=())
 
-  options = dict(optimizer=stabilized(optax.sgd(0.1)))
+  options = dict(optimizer=stabilized(optax.sgd(0.1)), policy=BIGRAM)
   params, metrics = run(make_learner(shape_of(), **options), list(map(spoil, groups)))
   smaller = dataclasses.replace(shape_of(), sequences=13)
   expected, expected_metrics = run(make_learner(smaller, **options), list(map(leave_out, groups)))
@@ -122,7 +129,7 @@ def test_samples_whose_rewards_failed_count_nowhere():
 
 
 def test_nothing_depends_on_the_order_of_groups():
-  params, _ = run(make_learner(shape_of()), make_groups()[::-1])
+  params, _ = run(plain(), make_groups()[::-1])
   assert_same(params, reference()[0])
 
 
@@ -137,9 +144,9 @@ def test_nothing_depends_on_the_order_of_groups():
 def test_the_programs_of_gpus_compute_the_same(axes):
   """Layers are unrolled (but over "fsdp") and norms kernels, interpreted; attention is the compiler's in float32."""
   wide = dataclasses.replace(CONFIG, head_dim=32)
-  policy, plain = (models.Policy(wide, dtype="float32", attention=backend) for backend in ("cudnn", "xla"))
+  policy, on_cpus = (models.Policy(wide, dtype="float32", attention=backend) for backend in ("cudnn", "xla"))
   shape = shape_of(row_tokens=40, row_sequences=4)
-  expected, expected_metrics = run(make_learner(shape, policy=plain), make_groups())
+  expected, expected_metrics = run(make_learner(shape, policy=on_cpus), make_groups())
   params, metrics = run(make_learner(shape, make_mesh(**axes), policy=policy), make_groups())
   assert_same(params, expected)
   for name, value in expected_metrics.items():
@@ -181,7 +188,7 @@ def test_a_batch_without_a_trainable_token_changes_nothing():
   groups = [
     g._replace(completions=tuple(c._replace(mask=np.zeros_like(c.mask)) for c in g.completions)) for g in make_groups()
   ]
-  learner = make_learner(shape_of(), optimizer=optax.sgd(1.0))
+  learner = make_learner(shape_of(), optimizer=optax.sgd(1.0), policy=BIGRAM)
   state = start(learner)
   before = jax.device_get(state.params)
   state, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))
@@ -195,7 +202,8 @@ def test_a_batch_without_a_trainable_token_changes_nothing():
   ids=["adam", "clipped", "stabilized"],
 )
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_whatever_the_optimizer(optimizer):
-  learner = make_learner(shape_of(), optimizer=optimizer, objective=learning.objective("reinforce", advantages="grpo"))
+  objective = learning.objective("reinforce", advantages="grpo")
+  learner = make_learner(shape_of(), optimizer=optimizer, policy=BIGRAM, objective=objective)
   groups = make_groups()
   state = start(learner)
   before = jax.device_get(state)
@@ -214,7 +222,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_whatever_the_optim
 
 
 def test_lag_is_counted_from_the_oldest_token():
-  learner = make_learner(shape_of())
+  learner = plain()
   state = start(learner)._replace(version=jnp.int32(5))
   state = jax.device_put(state, learner.state_shardings)
   batch = learning.pack(make_groups(), learner.shape)
@@ -247,12 +255,12 @@ def test_advantages_can_use_the_current_policy():
   batch = learning.pack(groups, shape)
 
   objective = learning.objective("reinforce", advantages="opob_by_logits")
-  learner = make_learner(shape, optimizer=optax.sgd(0.0), objective=objective)
+  learner = make_learner(shape, optimizer=optax.sgd(0.0), policy=BIGRAM, objective=objective)
   state = start(learner)
   params = jax.device_get(state.params)
   _, metrics = learner.step(state, learner.put(batch))
   ids, mask, behavior = map(jnp.asarray, padded(groups))
-  stats = models.score(POLICY, params, ids, jnp.ones_like(ids), jnp.broadcast_to(jnp.arange(LONGEST), ids.shape))
+  stats = models.score(BIGRAM, params, ids, jnp.ones_like(ids), jnp.broadcast_to(jnp.arange(LONGEST), ids.shape))
   log_weights = np.sum(np.where(mask, stats.logprobs - behavior, 0.0), axis=1)
   norms = np.sum(np.where(mask, 1 - 2 * np.exp(stats.logprobs) + stats.sum_squares, 0.0), axis=1)
   weight = np.exp(2 * log_weights.reshape(4, 4)) * norms.reshape(4, 4)
@@ -262,7 +270,7 @@ def test_advantages_can_use_the_current_policy():
 
 
 def test_the_step_can_be_scaled_by_the_mean_lag():
-  learner = make_learner(shape_of(), optimizer=optax.chain(optax.sgd(0.1), stabilizers.scale_by_lag()))
+  learner = make_learner(shape_of(), optimizer=optax.chain(optax.sgd(0.1), stabilizers.scale_by_lag()), policy=BIGRAM)
   state = start(learner)._replace(version=jnp.int32(7))
   groups = make_groups()
   _, metrics = learner.step(state, learner.put(learning.pack(groups, learner.shape)))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from learning_helpers import Bigram
 from learning_helpers import make_groups
 from learning_helpers import make_learner
 from learning_helpers import params_of
@@ -33,7 +34,7 @@ from async_rl.types import Request
 CONFIG = models.ModelConfig(
   vocab_size=4, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16, tie_embeddings=False
 )
-POLICY = models.Policy(CONFIG, dtype="float32", attention="xla")
+POLICY = Bigram(CONFIG, dtype="float32", attention="xla")
 FIRST, SECOND = np.array([4, 2, 1, 1]) / 8, np.array([1, 1, 2, 4]) / 8
 PROMPT = np.array([1, 2], np.int32)
 VERSION = 100
@@ -203,7 +204,7 @@ def test_every_metric_has_a_definition(measured):
 
 
 def test_nothing_is_reported_by_lags_that_a_run_cannot_have():
-  learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), policy=models.Policy(make_config()), max_lag=4)
+  learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), policy=Bigram(make_config()), max_lag=4)
   batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, learning.pack(make_groups(), learner.shape)))
   names = jax.eval_shape(learner._train, learner.abstract(), batch)[1]
   buckets = {name.rpartition("lag_")[2] for name in names if "/lag_" in name and "lag_zero" not in name}
@@ -330,7 +331,7 @@ def test_a_constant_learning_rate_or_one_that_cannot_be_told_is_not_reported():
 
 
 def test_a_run_reports_the_learning_rate():
-  learner = make_learner(shape_of(), optimizer=optax.adamw(SCHEDULE), policy=models.Policy(make_config()))
+  learner = make_learner(shape_of(), optimizer=optax.adamw(SCHEDULE), policy=Bigram(make_config()))
   state = start(learner)
   batch = learner.put(learning.pack(make_groups(), learner.shape))
   reported = []

@@ -1,13 +1,11 @@
 """Objectives: every name of the registries trains, and gets what it needs of the whole batch."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from learning_helpers import CONFIG
+from learning_helpers import BIGRAM
 from learning_helpers import assert_same
 from learning_helpers import make_groups
 from learning_helpers import make_learner
@@ -19,8 +17,6 @@ from async_rl import learning
 from async_rl import losses
 from async_rl import models
 
-#: One layer: there is a program to compile for every objective.
-SMALL = models.Policy(dataclasses.replace(CONFIG, num_layers=1), dtype="float32", attention="xla")
 #: Options under which something is kept of random data, whose log-ratios are far from 0.
 WIDE = {
   "geometric_mask": dict(low=0.01, high=100.0),
@@ -34,7 +30,7 @@ RLHF += [(method, "reward") for method in ("online_dpo", "ipo", "best_of_n")]
 def trained(objective):
   """The change of the parameters by two steps on stale data, and the metrics of the second."""
   shape = shape_of(rows=2, row_tokens=40, prompt_tokens=7)
-  learner = make_learner(shape, optimizer=optax.sgd(0.01), policy=SMALL, objective=objective)
+  learner = make_learner(shape, optimizer=optax.sgd(0.01), policy=BIGRAM, objective=objective)
   state = start(learner)
   before = jax.device_get(state.params)
   if objective.needs_reference:
@@ -70,7 +66,7 @@ def test_every_method_of_rlhf_trains(method, kl):
 def test_the_threshold_is_that_of_the_whole_batch_however_it_is_split():
   objective = learning.objective("m2po", budget=2.0)
   learners = [
-    make_learner(shape, optimizer=optax.sgd(0.01), policy=SMALL, objective=objective)
+    make_learner(shape, optimizer=optax.sgd(0.01), policy=BIGRAM, objective=objective)
     for shape in (shape_of(rows=16, row_tokens=40), shape_of(rows=1, row_tokens=20), shape_of(rows=4, row_tokens=33))
   ]
   assert learners[1].shape.capacity > 8 * learners[0].shape.capacity
@@ -84,9 +80,10 @@ def test_the_threshold_is_that_of_the_whole_batch_however_it_is_split():
 def test_the_threshold_rejects_what_the_function_rejects_on_the_whole_batch():
   groups = make_groups()
   batch = learning.pack(groups, shape_of())
-  learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), objective=learning.objective("m2po", budget=2.0))
+  options = dict(optimizer=optax.sgd(0.0), policy=BIGRAM)
+  learner = make_learner(shape_of(), objective=learning.objective("m2po", budget=2.0), **options)
   _, metrics = run(learner, groups, steps=1)
-  plain = make_learner(shape_of(), optimizer=optax.sgd(0.0))
+  plain = make_learner(shape_of(), **options)
   state = start(plain)
   plain.set_reference(state.params)
   ratios = losses.log_ratios(plain.score_reference(state.params, batch), batch.logprobs, batch.mask)
@@ -111,7 +108,7 @@ def test_needs_follow_from_the_signatures():
 
 def test_what_is_not_needed_is_not_computed():
   def flops(objective):
-    learner = make_learner(shape_of(), optimizer=optax.sgd(1.0), policy=SMALL, objective=objective)
+    learner = make_learner(shape_of(), optimizer=optax.sgd(1.0), policy=BIGRAM, objective=objective)
     batch = learner.put(learning.pack(make_groups(), learner.shape))
     return learner._step.lower(learner.abstract(), batch, None).compile().cost_analysis()["flops"]
 
@@ -205,7 +202,7 @@ def test_a_statistic_of_ones_own_is_made_of_the_whole_batch():
 
   objective = learning.Objective(loss, losses.rloo_advantages, statistics={"largest": largest})
   assert objective.needs_scores
-  _, metrics = run(make_learner(shape_of(), objective=objective), make_groups(), 1)
+  _, metrics = run(make_learner(shape_of(), policy=BIGRAM, objective=objective), make_groups(), 1)
   assert metrics["reject_fraction"] == 1.0  # random log-probabilities: some ratio is above 1
 
 
@@ -222,7 +219,8 @@ def test_a_quantity_that_is_missing_is_named():
 
 def test_maximum_likelihood_weighs_every_token_alike():
   groups = [g._replace(rewards=np.zeros(4, np.float32)) for g in make_groups()]  # rewards do not matter
-  learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), objective=learning.likelihood_objective())
+  objective = learning.likelihood_objective()
+  learner = make_learner(shape_of(), optimizer=optax.sgd(0.0), policy=BIGRAM, objective=objective)
   state = start(learner)
   learner.set_reference(state.params)
   batch = learning.pack(groups, learner.shape)
