@@ -10,6 +10,7 @@ import numpy as np
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import interval
 from experiments.reproductions._intervals import measure
+from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import signed
 from experiments.reproductions._lag_sweep_plan import LAST
 from experiments.reproductions._lag_sweep_plan import Results
@@ -88,14 +89,15 @@ def momentum_and_lead(table: Table, lag: int) -> str:
   return grid([f"lag {lag}", "alone", "lead", "momentum .97", "momentum .97, lead"], rows)
 
 
-def by_rate(table: Table, lag: int) -> str:
-  """Returns a row per method: accuracy at every rate."""
+def by_rate(table: Table, lag: int, intervals: bool = True) -> str:
+  """Returns a row per method: accuracy at every rate, with intervals or without."""
+  cell = measure if intervals else lambda values: number(interval(values).mean)
   rates = sorted({rate for _, _, rate in table.configs})
   rows = []
   for method in table.methods():
     at = table.rates(method, lag)
     if at:
-      rows.append([method, *(measure(table.accuracy[at[rate]]) if rate in at else "" for rate in rates)])
+      rows.append([method, *(cell(table.accuracy[at[rate]]) if rate in at else "" for rate in rates)])
   return grid([f"lag {lag}", *(rate_text(rate) for rate in rates)], rows)
 
 

@@ -22,6 +22,7 @@ from experiments.reproductions import _async_rlhf_report as rlhf_reports
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
+from experiments.reproductions import _lag_sweep_second as second
 from experiments.reproductions import _real_model_report as real
 from experiments.reproductions import async_rlhf
 from experiments.reproductions import real_model
@@ -38,6 +39,8 @@ LATER = reports.RESULTS / "later_methods"
 GAC_WORDS = reports.RESULTS / "gac_words"
 MISSING = reports.RESULTS / "missing_methods"
 SORTING = reports.RESULTS / "small_sorting"
+#: Runs of the pretrained model from a start of their own.
+REAL_LAG_8 = reports.RESULTS / "real_model_512_lag8" / "real_model.csv"
 #: The seeds on which the study of later methods tried rates, and those that it reports.
 TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
 #: Those of the study of missing methods.
@@ -207,6 +210,31 @@ def answers() -> str:
   return grid(["lag", "use", "seeds", "accuracy", "minus sync"], rows)
 
 
+#: The methods of the second task and size, and the rates of those that the studies of ch4 have at a lag.
+TRANSFERRED = (
+  "TOPR", "sequence PPO + OPOB, exact, momentum .97", "sequence PPO, momentum .97", "PPO", "seq TIS", "no correction",
+)  # fmt: skip
+RATES_OF_SUMS = {
+  ("TOPR", 10): 2e-4,
+  ("sequence PPO + OPOB, exact, momentum .97", 10): 2e-4,
+  ("sequence PPO, momentum .97", 10): 2e-4,
+  ("PPO", 10): 1e-4,
+  ("seq TIS", 10): 1e-4,
+  ("no correction", 10): 1e-5,
+  ("TOPR", 32): 2e-4,
+  ("sequence PPO, momentum .97", 32): 1e-4,
+}
+
+
+def columns() -> list[second.Column]:
+  """Returns what the methods were measured on: the task of the advice, twice its width, and another task."""
+  return [
+    second.Column("sums, .64M parameters", studies(), RATES_OF_SUMS, comparisons()),
+    second.Column.of("sums, 2.5M parameters", second.size(), second.comparisons()),
+    second.Column.of("sorting, .64M parameters", second.task(), second.comparisons()),
+  ]
+
+
 #: The tables by name.
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
@@ -237,6 +265,15 @@ TABLES: dict[str, Callable[[], str]] = {
   "sorting, counts": lambda: counts(sorting()),
   "sorting, no lag": lambda: sorting().table(0),
   "sorting, lag 10": lambda: sorting().table(10),
+  "transfer": lambda: second.beside(columns(), TRANSFERRED, (10, 32)),
+  "second, counts": second.counts,
+  "second, starts": second.starts_table,
+  "second task": second.task_table,
+  "second task, rates, lag 10": lambda: reports.by_rate(second.task_tried(), 10),
+  "second task, rates, lag 32": lambda: reports.by_rate(second.task_tried(), 32),
+  "second task, diagnostics": lambda: second.task().diagnostics((0, 10, 32)),
+  "second size": second.size_table,
+  "second size, rates": lambda: reports.by_rate(second.size_tables(all_starts=False)[0], 10, intervals=False),
   "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),
   "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
   "gac, cosines": lambda: maps.cosines(earlier(), (10, 32)),
@@ -259,6 +296,9 @@ TABLES: dict[str, Callable[[], str]] = {
   "real 512, end": lambda: real.end_table(real_runs(512), real_model.SCALES[512].evaluated),
   "real 512, rewards": lambda: real.reward_table(real_runs(512)),
   "real 512, signs": lambda: real.sign_table(real_runs(512)),
+  "real 512 lag 8, accuracy": lambda: real.accuracy_table(real.read(REAL_LAG_8)),
+  "real 512 lag 8, end": lambda: real.end_table(real.read(REAL_LAG_8), real_model.SCALES[512].evaluated),
+  "real 512 lag 8, signs": lambda: real.sign_table(real.read(REAL_LAG_8)),
 }
 
 
@@ -289,6 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
   study().draw(reports.RESULTS / "fresh_seeds.png")
   later().draw(reports.RESULTS / "later_methods.png")
   missing().draw(reports.RESULTS / "missing_methods.png")
+  second.draw(columns(), TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from experiments.reproductions import _lag_sweep_methods as sweep_methods
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_run as runs
+from experiments.reproductions import _lag_sweep_second as second
 from experiments.reproductions import _lag_sweep_table as sweep
 from experiments.reproductions import tables
 
@@ -45,10 +46,11 @@ OTHERS = ("GSM8K", "the same with Gemma", "colabs/")
   [
     (tables.PAGES / "which_correction.md", 10),
     (tables.PAGES / "nearest_to_sync.md", 10),
+    (tables.PAGES / "second_task.md", 10),
     (tables.PAGES.parent / "README.md", 10),
     (tables.PAGES.parents[1] / "README.md", 3),
   ],
-  ids=["which correction", "nearest to sync", "experiments", "the first page"],
+  ids=["which correction", "nearest to sync", "second task", "experiments", "the first page"],
 )
 def test_every_figure_in_the_text_about_fresh_seeds_stands_in_a_table(page, least):
   prose = re.sub(r"<!-- table.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
@@ -160,6 +162,63 @@ def test_the_plan_of_sorting_makes_what_its_file_has():
   results, items = plans.Results(tables.SORTING), map(plans.parse, plans.read(tables.PAGES / "small_sorting.txt"))
   assert not any(item.runs(results) or item.waiting(results) for item in items)
   assert {run.seed for run in results.curves} == {*range(5000, 5006), 5100, 5101}
+
+
+@pytest.mark.parametrize(
+  ("name", "folder", "tried", "reported"),
+  [
+    ("second_task", second.TASK, second.TASK_TRIED, second.TASK_REPORTED),
+    ("second_size", second.SIZE, second.SIZE_TRIED, second.SIZE_REPORTED),
+  ],
+)
+def test_the_plans_of_a_second_task_and_size_make_what_their_files_have(name, folder, tried, reported):
+  results, items = plans.Results(folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
+  assert not any(item.runs(results) or item.waiting(results) for item in items)
+  assert sum(
+    len(item.rates_of(item.names[0], lag, results)) * len(item.seeds) for item in items for lag in item.lags
+  ) == len(results.curves)
+  seeds = {run.seed for run in results.curves}
+  assert seeds == {*tried, *reported} == set(second.starts(folder))
+  assert not set(tried) & set(reported)
+
+
+@pytest.mark.parametrize("study", [second.task, second.size, lambda: second.size(all_starts=False)])
+def test_every_method_of_a_second_task_and_size_ran_at_the_rate_that_its_own_tries_chose(study):
+  assert all(row.chosen for rows in study().rows.values() for row in rows)
+
+
+def test_poor_starts_are_left_out_by_the_start_alone():
+  assert second.poor(second.SIZE) == [4211, 4300]
+  assert second.poor(second.TASK) == []
+  every, rest = second.size(), second.size(all_starts=False)
+  assert set(every.fresh.seeds) - set(rest.fresh.seeds) == {4211}
+  assert every.fresh.configs == rest.fresh.configs  # so that 4300 chose no rate
+  line = second.size_table().splitlines()[3]
+  assert intervals.verdict(rest.minus_sync(*rest.fresh.configs[rest.rows[10][0].config]), second.comparisons()) in line
+
+
+def test_the_comparisons_of_a_second_task_and_size_are_those_shown():
+  shown = [second.task_table(), second.size_table()]
+  cells = [cell for text in shown for line in text.splitlines()[2:] for cell in line.split("|")[5:] if "±" in cell]
+  assert len(cells) == second.comparisons()
+  assert f"{len(cells)} comparisons" in second.counts()
+
+
+def test_columns_stand_beside_each_other_at_their_own_rates(study, tmp_path):
+  other = paired.Study(
+    _table({("sync", 0, 1e-4): [0.1, 0.2], ("PPO", 10, 5e-5): [0.0, 0.2], ("TOPR", 10, 1e-4): [0.2, 0.3]}),
+    [_table({("sync", 0, 1e-4): [0.5], ("PPO", 10, 5e-5): [0.4], ("PPO", 10, 1e-4): [0.3]})],
+    (0, 10),
+  )
+  columns = [second.Column("sums", [study], {("PPO", 10): 1e-4}, 1), second.Column.of("sorting", other, 1)]
+  sync, *lines = second.beside(columns, ["TOPR", "PPO", "seq TIS"], (10,)).splitlines()[2:]
+  assert sync == "| 0 | sync, its accuracy | .700 ± .248 (3 seeds) | .150 ± .635 (2 seeds) |"
+  assert lines == [
+    "| 10 | TOPR |  | **+.100 ± .000** at 1e-4 |",
+    "| 10 | PPO | −.100 ± .248 (no difference) at 1e-4 | −.050 ± .635 (no difference) at 5e-5* |",
+  ]
+  second.draw(columns, ["TOPR", "PPO"], (10,), tmp_path / "figure.png")
+  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_table_that_does_not_exist_is_refused():

@@ -1,0 +1,247 @@
+"""The studies of a second task, sorting of 16 digits (`sort16`), and a second size, `ch4` twice as wide (`ch4wide`).
+
+What methods lose there to sync stands beside what they lose on the task that the advice comes from. `starts.csv` holds
+how the warm starts ended, as the command printed it.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import pathlib
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.reproductions import _lag_sweep_paired as paired
+from experiments.reproductions import _lag_sweep_report as reports
+from experiments.reproductions._intervals import grid
+from experiments.reproductions._intervals import interval
+from experiments.reproductions._intervals import measure
+from experiments.reproductions._intervals import number
+from experiments.reproductions._intervals import verdict
+from experiments.reproductions._lag_sweep_plan import Results
+from experiments.reproductions._lag_sweep_table import Table
+from experiments.reproductions._lag_sweep_table import rate_text
+
+TASK = reports.RESULTS / "second_task"
+SIZE = reports.RESULTS / "second_size"
+#: The seeds on which they tried rates, and those that they report.
+TASK_TRIED, TASK_REPORTED = range(4100, 4103), range(4000, 4020)
+SIZE_TRIED, SIZE_REPORTED = range(4300, 4303), range(4200, 4220)
+
+#: The correction that the others are compared with.
+BEST = "TOPR"
+#: The accuracy that a warm start must have for its runs to count where poor starts are left out.
+LEAST = 0.15
+
+
+class Start(NamedTuple):
+  """How a warm start ended.
+
+  Attributes:
+    updates: the supervised updates that it took.
+    accuracy: its accuracy, measured again over all test problems.
+  """
+
+  updates: int
+  accuracy: float
+
+
+def starts(folder: pathlib.Path) -> dict[int, Start]:
+  """Returns the warm starts of a study by seed."""
+  with open(folder / "starts.csv", newline="") as lines:
+    return {int(row["seed"]): Start(int(row["updates"]), float(row["accuracy"])) for row in csv.DictReader(lines)}
+
+
+def poor(folder: pathlib.Path) -> list[int]:
+  """Returns the seeds of a study whose warm start has an accuracy below `LEAST`."""
+  return [seed for seed, start in starts(folder).items() if start.accuracy < LEAST]
+
+
+def starts_table() -> str:
+  """Returns a row per study: how its warm starts ended, and which are poor."""
+  rows = []
+  for title, folder in (("sorting of 16", TASK), ("sums, twice the width", SIZE)):
+    found = starts(folder)
+    updates, accuracies = zip(*found.values(), strict=True)
+    below = ", ".join(f"{seed} ({number(found[seed].accuracy, 3)})" for seed in poor(folder))
+    spread = f"{number(min(accuracies), 3)} to {number(max(accuracies), 3)}"
+    middle = number(float(np.median(accuracies)), 3)
+    rows.append([title, str(len(found)), f"{min(updates):,} to {max(updates):,}", spread, middle, below or "–"])
+  return grid(["task", "seeds", "updates", "accuracy", "median", f"below {number(LEAST)}"], rows)
+
+
+@functools.cache
+def task_tried() -> Table:
+  """Returns the runs of sorting that tried rates."""
+  return Table.of(Results(TASK), "sort16", TASK_TRIED)
+
+
+@functools.cache
+def task() -> paired.Study:
+  """Returns the study of sorting."""
+  return paired.Study(Table.of(Results(TASK), "sort16", TASK_REPORTED), [task_tried()])
+
+
+@functools.cache
+def size_tables(all_starts: bool = True) -> tuple[Table, Table]:
+  """Returns the runs of sums at twice the width that tried rates, and the fresh ones.
+
+  Args:
+    all_starts: whether runs from poor warm starts are among them.
+  """
+  results, left_out = Results(SIZE), set() if all_starts else set(poor(SIZE))
+  tried, fresh = (Table.of(results, "ch4wide", set(seeds) - left_out) for seeds in (SIZE_TRIED, SIZE_REPORTED))
+  return tried, fresh
+
+
+@functools.cache
+def size(all_starts: bool = True) -> paired.Study:
+  """Returns the study of sums at twice the width, with runs from poor warm starts or without them."""
+  tried, fresh = size_tables(all_starts)
+  return paired.Study(fresh, [tried], (0, 10))
+
+
+def counts() -> str:
+  """Returns what the studies hold, as a sentence."""
+  runs = sum(study.fresh.accuracy.size for study in (task(), size()))
+  return f"{runs} runs on fresh seeds, 20 of each configuration; {comparisons()} comparisons."
+
+
+def _edge(study: paired.Study, config: tuple[str, int, float]) -> str:
+  """Returns a star for a configuration at the edge of the rates that were tried."""
+  return "*" * any(row.edge for row in study.rows[config[1]] if study.fresh.configs[row.config] == config)
+
+
+def _configs(study: paired.Study) -> list[tuple[str, int, float]]:
+  return [study.fresh.configs[row.config] for rows in study.rows.values() for row in rows]
+
+
+def _minus_best(study: paired.Study, config: tuple[str, int, float]) -> np.ndarray | None:
+  """Returns the accuracies minus those of `BEST` at the same lag, [S], each at its own rate; None for it and sync."""
+  method, lag, _ = config
+  others = list(study.fresh.rates(BEST, lag)) if lag and method != BEST else []
+  return study.accuracy(*config) - study.accuracy(BEST, lag, others[0]) if others else None
+
+
+def comparisons() -> int:
+  """Returns the number of differences that are shown, to sync and to `BEST`; those without poor starts count, too."""
+  count = 0
+  for study in (task(), size(), size(all_starts=False)):
+    configs = _configs(study)
+    count += len(configs) - 1 + sum(_minus_best(study, config) is not None for config in configs)
+  return count
+
+
+def task_table() -> str:
+  """Returns the table of sorting."""
+  return differences({"": task()})
+
+
+def size_table() -> str:
+  """Returns the table of sums at twice the width, over all seeds and without poor starts."""
+  left_out = ", ".join(str(seed) for seed in poor(SIZE) if seed in SIZE_REPORTED)
+  return differences({"": size(), f", without {left_out}": size(all_starts=False)})
+
+
+def differences(studies: Mapping[str, paired.Study]) -> str:
+  """Returns a row per configuration: accuracy, and the differences to sync and to `BEST`, over the seeds of each study.
+
+  Args:
+    studies: studies of the same configurations by what to add to the header; accuracies are those of the first one.
+  """
+  first, *_ = studies.values()
+  rows = []
+  for config in _configs(first):
+    method, lag, rate = config
+    row = [str(lag), method, rate_text(rate) + _edge(first, config), measure(first.accuracy(*config), 3)]
+    for study in studies.values():
+      is_sync = config == first.fresh.configs[first.sync]
+      to_best = _minus_best(study, config)
+      row.append("" if is_sync else verdict(study.minus_sync(*config), comparisons()))
+      row.append("" if to_best is None else verdict(to_best, comparisons()))
+    rows.append(row)
+  header = [f"minus {other}{words}" for words in studies for other in ("sync", BEST)]
+  return grid(["lag", "method", "rate", "accuracy", *header], rows)
+
+
+class Column(NamedTuple):
+  """What methods were measured on.
+
+  Attributes:
+    title: the task and size.
+    studies: the studies on fresh seeds, each of other seeds.
+    rates: the rate of every (method, lag).
+    comparisons: the number of comparisons that its differences are among.
+  """
+
+  title: str
+  studies: Sequence[paired.Study]
+  rates: Mapping[tuple[str, int], float]
+  comparisons: int
+
+  @classmethod
+  def of(cls, title: str, study: paired.Study, comparisons: int) -> Column:
+    """Returns the column of a study that has one rate of every method at a lag."""
+    return cls(title, [study], {(method, lag): rate for method, lag, rate in _configs(study)}, comparisons)
+
+  def found(self, method: str, lag: int) -> list[paired.Study]:
+    """Returns the studies that have a method at a lag."""
+    return paired.having(self.studies, (method, lag, self.rates.get((method, lag), np.nan)))
+
+  def minus_sync(self, method: str, lag: int) -> np.ndarray:
+    """Returns the differences to sync over the seeds of all studies that have the method at the lag, [S]."""
+    rate = self.rates.get((method, lag), np.nan)
+    return np.concatenate([study.minus_sync(method, lag, rate) for study in self.found(method, lag)] or [np.zeros(0)])
+
+  def cell(self, method: str, lag: int) -> str:
+    """Returns the difference to sync and the rate, nothing without runs."""
+    found = self.found(method, lag)
+    if not found:
+      return ""
+    rate = self.rates[method, lag]
+    at = f"{rate_text(rate)}{_edge(found[0], (method, lag, rate))}"
+    return f"{verdict(self.minus_sync(method, lag), self.comparisons)} at {at}"
+
+
+def beside(columns: Sequence[Column], methods: Sequence[str], lags: Iterable[int]) -> str:
+  """Returns a row per method and lag: what it loses to sync in every column, and the accuracy of sync before."""
+  sync = [np.concatenate([study.fresh.accuracy[study.sync] for study in column.studies]) for column in columns]
+  rows = [["0", "sync, its accuracy", *(f"{measure(values, 3)} ({len(values)} seeds)" for values in sync)]]
+  for lag in lags:
+    for method in methods:
+      cells = [column.cell(method, lag) for column in columns]
+      if any(cells):
+        rows.append([str(lag), method, *cells])
+  return grid(["lag", "method", *(column.title for column in columns)], rows)
+
+
+def draw(columns: Sequence[Column], methods: Sequence[str], lags: Sequence[int], file: pathlib.Path) -> None:
+  """Draws what `beside` holds, with 95 % intervals: a panel per lag, a row per method, a marker per column."""
+  import matplotlib.pyplot as plt
+
+  names = {lag: [m for m in methods if any(c.found(m, lag) for c in columns)][::-1] for lag in lags}
+  heights = [len(found) for found in names.values()]
+  size = (8.5, 0.5 * sum(heights) + 1.6)
+  figure, axes = plt.subplots(len(lags), 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
+  for axis, (lag, found) in zip(axes[:, 0], names.items(), strict=True):
+    for i, column in enumerate(columns):
+      places = [y for y, method in enumerate(found) if column.found(method, lag)]
+      got = [interval(column.minus_sync(found[y], lag)) for y in places]
+      heights_of = [y + 0.22 * (len(columns) - 1) / 2 - 0.22 * i for y in places]
+      style = {"fmt": "osD^"[i], "color": f"C{i}", "capsize": 2.5, "markersize": 4, "label": column.title}
+      axis.errorbar([x.mean for x in got], heights_of, xerr=[x.half for x in got], **style)
+    axis.set_yticks(range(len(found)), found, fontsize=8)
+    axis.set_ylim(-0.6, len(found) - 0.4)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.grid(axis="x", linewidth=0.3)
+    axis.set_title(f"lag {lag}", loc="left", fontsize=9)
+  axes[-1, 0].legend(fontsize=8, loc="upper left")
+  figure.supxlabel("accuracy minus sync, paired over fresh seeds, with 95 % intervals", fontsize=9)
+  figure.tight_layout()
+  figure.savefig(file, dpi=110)
+  plt.close(figure)
