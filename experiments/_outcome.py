@@ -36,8 +36,9 @@ def describe_outcome(summary: Summary, options: Options, arguments: Sequence[str
   lines = [f"\nDone: {summary.version} optimizer steps" + (", the data ended" if summary.ended_early else "") + "."]
   if summary.accuracy is not None:
     lines.append(f"Held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy:.3f} after.")
+  if options.output.picture:
+    lines.append(f"Plots       {folder.report}")
   lines += [
-    f"Plots       {folder.report}",
     f"Metrics     {folder.metrics}",
     f"Checkpoint  {folder.checkpoints}",
     f"Evaluate    {python} -m experiments.evaluate {run_dir} --samples 8",

@@ -57,6 +57,11 @@ def test_the_commands_of_a_run_of_several_processes_are_for_all_of_them():
   assert by_label(text)["Go on"] == f"{common} --process-id I --steps 14"
 
 
+def test_plots_that_were_not_drawn_are_not_named():
+  assert describe("r", ["quickstart"])["Plots"] == "r/report.png"
+  assert "Plots" not in describe("r", ["quickstart", "--no-picture"])
+
+
 @pytest.mark.parametrize(
   ("options", "proposed"),
   [
