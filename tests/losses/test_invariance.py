@@ -193,13 +193,13 @@ def test_extreme_log_ratios(name):
       proximal=(lp + mu) / 2,
       advantages=np.array([advantage]),
     )
-    values, _, grads = run(loss, batch, 0.04)
+    values, _, grads = run(loss, pad(batch, 7, 7), 0.04)
     assert np.isfinite(grads).all()
     # Near 1e4 float32 resolves log-probabilities to 0.001.
     np.testing.assert_allclose(values, EXTREMES[name][i], rtol=1e-3, atol=1e-12, err_msg=f"{ratio} {advantage}")
     # A long row of them: still finite.
-    long = {k: np.repeat(v, 50, axis=1) if v.ndim == 2 else v for k, v in batch.items()}
-    values, _, grads = run(loss, long, 0.04)
+    long = {k: np.repeat(v, 8, axis=1) if v.ndim == 2 else v for k, v in batch.items()}
+    values, _, grads = run(loss, pad(long, 7, 0), 0.04)
     assert np.isfinite(values).all()
     assert np.isfinite(grads).all()
 
@@ -207,7 +207,7 @@ def test_extreme_log_ratios(name):
 @pytest.mark.parametrize("name", losses.CORRECTIONS)
 def test_all_masked_rows_give_exactly_zero(name):
   batch, _ = make_batch()
-  batch = pad({**batch, "mask": np.zeros((B, T), bool)}, 1, 1)
+  batch = pad({**batch, "mask": np.zeros((B, T), bool)}, 2, 3)
   values, denominators, grads = run(losses.CORRECTIONS[name], batch, jnp.inf)
   assert not values.any()
   assert not denominators.any()
