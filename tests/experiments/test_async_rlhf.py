@@ -1,6 +1,7 @@
 """The study of off-policy RLHF: its command, its plan, and what it makes of runs."""
 
 import csv
+import os
 
 import pytest
 
@@ -14,7 +15,9 @@ STUDY = plans.Study(["rloo", "ppo"], [1, 4], [1.0, 2.0], (0.5, 4.0), choosing=[1
 
 
 @pytest.mark.slow
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, monkeypatch):
+  flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # of its processes; the last one counts
+  monkeypatch.setenv("XLA_FLAGS", flags)
   options = ["--smoke", "--workers", "2", "--folder", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
   async_rlhf.main(options)
   printed = capsys.readouterr().out

@@ -72,6 +72,7 @@ def test_the_command_evaluates_what_the_run_evaluated(trained, capsys):
   assert "no/such" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("two_devices")
 @pytest.mark.slow
 def test_several_processes_deal_the_prompts_and_the_first_prints_what_one_would(tmp_path, capsys):
   assert train.main([tiny.__file__, "--run-dir", str(tmp_path / "run"), "--mode", "simulated", "--steps", "1"]) == 0

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from experiments.benchmarks import decode_speed
 from experiments.benchmarks import learner_speed
 
@@ -17,7 +15,6 @@ def test_operations_are_those_of_the_model():
   assert case.operations(decode_speed.QWEN3_06B) == expected
 
 
-@pytest.mark.slow
 def test_it_measures_steps(tmp_path):
   out = tmp_path / "speed.json"
   learner_speed.main(["--smoke", "--repeats", "2", "--out", str(out)])

@@ -18,7 +18,6 @@ def test_predictions_are_within_a_fifth_of_what_was_measured(file, index):
   assert abs(row["error"]) < 0.2
 
 
-@pytest.mark.slow
 def test_it_predicts_and_measures_a_learner_and_a_decode_step(tmp_path, capsys):
   predict.main(["--smoke", "--out", str(tmp_path / "predict.json")])
   result = json.loads((tmp_path / "predict.json").read_text())

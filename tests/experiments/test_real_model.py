@@ -35,7 +35,6 @@ def command(tmp_path, monkeypatch):
   return arguments
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("two_devices")
 def test_the_command_trains(command, tmp_path):
   real_model.main([*command, "--weights", str(chatting_weights(tmp_path))])

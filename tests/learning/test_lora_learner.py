@@ -1,6 +1,7 @@
 """A learner of adapters: their gradient and nothing else, the base untouched, no buffer of its size."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -76,17 +77,28 @@ def test_no_buffer_of_the_size_of_the_base_is_needed():
   assert adapters.alias_size_in_bytes > base_bytes  # the base is passed on, not copied
 
 
-@pytest.mark.parametrize("axes", [dict(data=2, fsdp=2, tensor=2), pytest.param(dict(data=8), marks=pytest.mark.slow)])
+@functools.cache
+def plain():
+  """The learner that several tests share, on one device."""
+  return make_learner(shape_of(), policy=ADAPTED)
+
+
+@functools.cache
+def expected():
+  return run(plain(), make_groups())
+
+
+@pytest.mark.parametrize("axes", [dict(data=2, fsdp=2, tensor=2), dict(data=8)])
 def test_sharded_equals_one_device(axes):
   params, metrics = run(make_learner(shape_of(8, 32), make_mesh(**axes), policy=ADAPTED), make_groups())
-  expected_params, expected_metrics = run(make_learner(shape_of(), policy=ADAPTED), make_groups())
+  expected_params, expected_metrics = expected()
   assert_same(params, expected_params)
   for name in expected_metrics.keys() - {"tokens/fill"}:
     assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4, abs=1e-5), name
 
 
 def test_given_adapters_are_kept_and_missing_ones_are_fresh():
-  learner = make_learner(shape_of(), policy=ADAPTED)
+  learner = plain()
   fresh, other = (jax.device_get(learner.init(jax.random.key(seed), base()).params) for seed in (1, 2))
   assert np.abs(fresh["adapters"]["q"]["a"] - other["adapters"]["q"]["a"]).max() > 0.1
   moved = fresh | {"adapters": jax.tree.map(lambda x: x + 1, fresh["adapters"])}

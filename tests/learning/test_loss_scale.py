@@ -1,12 +1,12 @@
 """Float16: gradients of small losses keep their precision, and sampler and learner agree."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from learning_helpers import CONFIG
 from learning_helpers import POLICY
 from learning_helpers import make_groups
@@ -36,6 +36,7 @@ def test_the_gradient_of_small_cotangents_is_not_rounded_to_zero():
   assert not np.all(np.isfinite(pull_back(pull, small.at[0].set(jnp.nan), "float16")))
 
 
+@functools.cache
 def updated(dtype, factor=1.0):
   """The parameters before and after a step of gradient descent on rewards times `factor`, whose rate undoes it."""
   learner = make_learner(
@@ -61,7 +62,6 @@ def gradient(dtype):
   return np.concatenate([(a - b).ravel() for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)])
 
 
-@pytest.mark.slow
 def test_the_gradient_is_closer_to_that_of_float32_than_in_bfloat16():
   exact = gradient("float32")
   errors = {dtype: np.linalg.norm(gradient(dtype) - exact) / np.linalg.norm(exact) for dtype in ("bfloat16", "float16")}

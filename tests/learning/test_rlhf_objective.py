@@ -156,7 +156,6 @@ def test_the_distance_to_the_reference_is_that_of_whole_sequences():
   )
 
 
-@pytest.mark.slow
 def test_the_reference_stays_while_the_policy_moves_on_a_mesh_as_on_one_device():
   objective, mesh = learning.rlhf_objective("online_dpo"), make_mesh(data=2, fsdp=2, tensor=2)
   results = []

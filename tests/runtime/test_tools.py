@@ -72,7 +72,6 @@ def complete(parts, count=8, **options):
     return runtime.complete(parts.sampler, parts.encoder, [parts.prompts.request(t) for t in range(count)], 2, pool)
 
 
-@pytest.mark.slow
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   shared = dict(generation_devices=0, max_lag=0, steps=4, eval_prompts=4)
   experiment = talk(tmp_path / "simulated", reward_workers=1, **shared)
@@ -89,7 +88,6 @@ def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   np.testing.assert_allclose(rewards.mean(), last["eval/accuracy"], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
   make = lambda name: talk(tmp_path / name, lag="heavy", max_lag=3, checkpoint_every=2)
   rows, whole, host = run(make("whole"))
