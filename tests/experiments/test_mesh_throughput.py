@@ -1,0 +1,55 @@
+"""The benchmark of whole runs: what it reads off the metrics, and how it lends devices."""
+
+import threading
+import time
+
+import pytest
+
+from experiments.benchmarks import mesh_throughput
+
+
+def row(seconds, **changes):
+  names = ("generation", "waiting", "weight_push")
+  zeros = {f"time/{name}": 0.0 for name in names} | {"idle/learner": 0.0, "idle/generator": 0.0}
+  zeros |= {"sampler/occupancy": 0.5, "bytes/weight_push": 1.0, "staleness/max": 1.0, "reward/mean": 0.0}
+  return zeros | {"time/step": seconds, "time/learning": 1.0, "tokens/trained": 100.0} | changes
+
+
+def test_steps_of_the_start_and_of_the_end_do_not_count():
+  rows = [row(50.0)] * 2 + [{"step": 2, "eval/accuracy": 0.0}] + [row(1.0), row(3.0)] + [row(50.0)] * 2
+  found = mesh_throughput.summarize(rows, max_lag=2)
+  assert (found["mean"], found["slowest"], found["tokens/s"]) == (2.0, 3.0, 50.0)
+
+
+def test_a_split_is_compared_with_its_slower_side():
+  runs = [
+    {"run": "sync", "devices": 1, "learning": 0.5},
+    {"run": "sync", "devices": 2, "learning": 0.3},
+    {"run": "async, split, lag 4", "devices": 2, "tokens": 1200.0, "mean": 0.9},
+    {"run": "async, split, lag 4", "devices": 4, "tokens": 300.0, "mean": 0.9},
+    {"run": "async, split, lag 4", "devices": 8, "tokens": 300.0, "mean": 0.9},  # half of them were not measured
+  ]
+  sampler = [{"devices": 1, "tokens/s": 2000.0}, {"devices": 2, "tokens/s": 3000.0}]
+  found = list(mesh_throughput.compare({"runs": runs, "sampler": sampler}))
+  assert [(row["devices"], row["sampling"], row["learning"]) for row in found] == [(2, 0.6, 0.5), (4, 0.1, 0.3)]
+  assert [row["ratio"] for row in found] == pytest.approx([1.5, 3.0])
+
+
+def test_who_needs_few_devices_does_not_overtake_who_needs_many():
+  machine, order = mesh_throughput.Machine(2), []
+
+  def use(count):
+    with machine.lend(count) as devices:
+      order.append(devices)
+
+  both, one = (threading.Thread(target=use, args=(count,)) for count in (2, 1))
+  with machine.lend(1):
+    both.start()
+    while not machine._turn.locked():  # until it waits
+      time.sleep(0.001)
+    one.start()
+    one.join(0.05)
+    assert order == []
+  both.join()
+  one.join()
+  assert order == [[0, 1], [0]]
