@@ -25,7 +25,7 @@ def test_a_lag_for_every_update_is_the_lag_of_that_update(lab):
   assert all(np.isfinite(values).all() and values.shape == (4, 4) for values in curves.values())
   fresh, stale, every, later = curves["ratio"]
   np.testing.assert_array_equal(fresh, 1.0)  # of weights to themselves
-  np.testing.assert_array_equal(stale, every)
+  np.testing.assert_allclose(stale, every, rtol=1e-5)
   np.testing.assert_array_equal(later[:2], 1.0)
   assert later[-1] > 1.001
   assert stale[1] > 1.001
@@ -34,7 +34,7 @@ def test_a_lag_for_every_update_is_the_lag_of_that_update(lab):
 def test_more_runs_than_the_program_has(lab):
   runs = [laboratory.method("topr", "both", seed=seed, lag=1, rate=1e-2) for seed in (0, 1, 0, 1, 0)]
   rewards = lab(runs)["norm"]
-  np.testing.assert_array_equal(rewards[0], rewards[4])
+  np.testing.assert_allclose(rewards[0], rewards[4], rtol=1e-5)  # products may be summed otherwise beside other runs
   assert rewards[0].tolist() != rewards[1].tolist()
 
 
