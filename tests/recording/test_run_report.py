@@ -1,8 +1,6 @@
 """Pictures are drawn from whatever a run measured, and tables hold the values that it ended with."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,8 +13,11 @@ from async_rl.recording import _run_report
 from experiments import report
 
 
-def make_run(path, steps=45, seed=0, **constant):
-  """Writes the folder of a run with every metric that a panel shows, except for the reference policy's."""
+def make_run(path, steps=45, seed=0, only=None, **constant):
+  """Writes the folder of a run with every metric that a panel shows, except for the reference policy's.
+
+  With `only` some metrics, its picture is drawn in a fraction of the time.
+  """
   folder = recording.RunFolder.open(path, "text", {"seed": seed})
   folder.close()
   rng = np.random.default_rng(seed)
@@ -49,7 +50,7 @@ def make_run(path, steps=45, seed=0, **constant):
       "idle/learner": 0.1 + 0.05 * rng.random(),
       "idle/generator": 0.02,
     }
-    writer.write(step, {**values, **constant})
+    writer.write(step, {name: value for name, value in (values | constant).items() if only is None or name in only})
     if step % 30 == 0:
       writer.write(step, {"eval/accuracy": 0.2 + 0.25 * progress})
   writer.close()
@@ -202,16 +203,11 @@ def test_runs_that_cannot_be_drawn_are_one_sentence(tmp_path, capsys, monkeypatc
   assert "xyz" in capsys.readouterr().err
 
 
-def test_matplotlib_is_imported_only_to_draw():
-  code = "import sys, async_rl.runtime; assert 'matplotlib' not in sys.modules and 'tensorboardX' not in sys.modules"
-  subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_names_that_the_plots_would_read_otherwise_stand_as_they_are(tmp_path, monkeypatch):
   """Matplotlib sets $...$ as a formula, and hides labels that begin with an underscore; a font lacks most letters."""
   names = ["a$_$b", "_draft", "日本"]
   for seed, name in enumerate(names):
-    make_run(tmp_path / name, steps=2, seed=seed)
+    make_run(tmp_path / name, steps=2, seed=seed, only=["entropy"])
     recording.report_run(tmp_path / name)
   figures, save = [], _run_report._save
   monkeypatch.setattr(_run_report, "_save", lambda figure, output: figures.append(figure) or save(figure, output))
@@ -221,7 +217,7 @@ def test_names_that_the_plots_would_read_otherwise_stand_as_they_are(tmp_path, m
 
 
 def test_the_path_that_is_told_is_that_of_the_picture(tmp_path):
-  make_run(tmp_path / "run", steps=2)
+  make_run(tmp_path / "run", steps=2, only=["entropy"])
   for given, written in (("plot", "plot.png"), ("v1.5.svg", "v1.5.svg")):
     assert recording.report_run(tmp_path / "run", tmp_path / given) == tmp_path / written
     assert (tmp_path / written).exists()
