@@ -17,21 +17,28 @@ from async_rl import sampling
 SIZED = dataclasses.replace(CONFIG, slots=32, max_new_tokens=12)  # the last samples move into a cache of 8 rows
 
 
+#: Heads of 8, which are filled up to 128.
+WINDOWED = dataclasses.replace(make()[0].config, sliding_window=6, global_every=2)
+
+
+def drawn(attention, mesh=None):
+  policy = models.Policy(WINDOWED, dtype="float32", attention=attention)
+  engine = sampling.Engine(policy, SIZED, STOPS, pad_id=0, mesh=mesh)
+  engine.set_weights(jax.jit(policy.init)(jax.random.key(0)), 3)
+  samples = sampling.generate(engine, requests_of(range(16))) + sampling.generate(engine, requests_of(range(16, 19)))
+  return engine, samples
+
+
+@pytest.fixture(scope="module")
+def expected():
+  return drawn("xla")[1]
+
+
 @pytest.mark.usefixtures("interpreted_kernels")
-@pytest.mark.parametrize("axes", [{"data": 1}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str)
-def test_samples_and_their_logprobs_are_those_of_plain_attention(axes):
-  policy = make()[0]
-  config = dataclasses.replace(policy.config, sliding_window=6, global_every=2)  # heads of 8, filled up to 128
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
+def test_samples_and_their_logprobs_are_those_of_plain_attention(axes, expected):
   devices = np.array(jax.devices()[: np.prod(list(axes.values()))]).reshape(tuple(axes.values()))
-
-  def drawn(attention, mesh):
-    policy = models.Policy(config, dtype="float32", attention=attention)
-    engine = sampling.Engine(policy, SIZED, STOPS, pad_id=0, mesh=mesh)
-    engine.set_weights(jax.jit(policy.init)(jax.random.key(0)), 3)
-    samples = sampling.generate(engine, requests_of(range(16))) + sampling.generate(engine, requests_of(range(16, 19)))
-    return engine, samples
-
   engine, got = drawn("ragged", models.named_mesh(devices, tuple(axes)))
   assert [len(layer) for layer in engine._cache.layers] == [1, 1]
   assert engine.cache_shape[0] == (8 if axes["data"] == 1 else 32)
-  same(got, drawn("xla", None)[1], exact=False)
+  same(got, expected, exact=False)
