@@ -17,12 +17,9 @@ from async_rl import sampling
 SIZED = dataclasses.replace(CONFIG, slots=32, max_new_tokens=12)  # the last samples move into a cache of 8 rows
 
 
-#: Heads of 8, which are filled up to 128.
-WINDOWED = dataclasses.replace(make()[0].config, sliding_window=6, global_every=2)
-
-
 def drawn(attention, mesh=None):
-  policy = models.Policy(WINDOWED, dtype="float32", attention=attention)
+  config = dataclasses.replace(make()[0].config, sliding_window=6, global_every=2)  # heads of 8, filled up to 128
+  policy = models.Policy(config, dtype="float32", attention=attention)
   engine = sampling.Engine(policy, SIZED, STOPS, pad_id=0, mesh=mesh)
   engine.set_weights(jax.jit(policy.init)(jax.random.key(0)), 3)
   samples = sampling.generate(engine, requests_of(range(16))) + sampling.generate(engine, requests_of(range(16, 19)))
