@@ -1,21 +1,22 @@
-"""The speed of whole runs on every sharing of this machine's devices, and the weak scaling of the learner.
+"""The speed of whole runs on every sharing of this machine's devices, of either side alone, and of a start.
 
-    python -m experiments.benchmarks.mesh_throughput --gsm8k-folder DIR          # GPUs; about 10 minutes on four
+    python -m experiments.benchmarks.mesh_throughput --gsm8k-folder DIR          # GPUs
     python -m experiments.benchmarks.mesh_throughput --smoke --gsm8k-folder DIR  # any machine, two forced CPU devices
 
 Every run trains a random policy of Qwen3-0.6B's shape in bfloat16 on GSM8K's prompts, 32 groups of 16 samples a step,
 in a process of its own; runs on few devices are made side by side on different ones. One token in 62 is a stop token,
-so that the lengths have a long tail: 62 tokens in the mean, 512 at most. Prints a row per run and writes
-mesh_throughput.json.
+so that the lengths have a long tail: 62 tokens in the mean, 512 at most. Prints rows and writes mesh_throughput.json,
+by part:
 
-Columns: seconds of a step, median, mean and slowest; trained tokens per second, and of a step; seconds of a step for
-which the learner computed and the sampler decoded; shares of the time for which the learner and the generator had
-nothing to do; share of the sampler's slots that drew a token; bandwidth of the weight push. Then, per number of
-devices, the tokens per second of a sampler whose slots are always full, and the learner's step on as many times the
-sequences, all axes data or all fsdp. From these follows for every split what a step would take if the slower side never
-waited: its tokens at the sampler's rate, or the learner's seconds in `sync` on as many devices; and what multiple of it
-the mean step took. First of all, two starts of one command of a single step, of which the second finds its programs
-compiled: seconds until the step ended.
+- starts: two starts of one command of a single step, of which the second finds its programs compiled: seconds until the
+  step ended.
+- runs: seconds of a step, median, mean and slowest; trained tokens per second, and of a step; seconds of a step for
+  which the learner computed and the sampler decoded; shares of the time for which the learner and the generator had
+  nothing to do; share of the sampler's slots that drew a token; bandwidth of the weight push; the largest lag.
+- sampler: by number of devices, the tokens per second of a sampler whose slots are always full.
+- ratios, of runs and sampler: for every split what a step would take if the slower side never waited, its tokens at the
+  sampler's rate or the learner's seconds in `sync` on as many devices; and what multiple of it the mean step took.
+- learner: by number of devices, seconds of a learner's step on as many times the sequences, all axes data or all fsdp.
 """
 
 from __future__ import annotations
@@ -162,11 +163,22 @@ def make_optimizer() -> optax.GradientTransformation:
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
 
 
-def train(run: Run, args: argparse.Namespace, folder: pathlib.Path, devices: Sequence[int]) -> dict[str, Any]:
+def measure_runs(count: int, args: argparse.Namespace, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """Yields the rows of the runs on a machine with `count` devices, as many of them at a time as have devices."""
+  machine = Machine(count)
+
+  def train_when_free(number: int, run: Run) -> dict[str, Any]:
+    with machine.lend(run.devices) as devices:
+      return train(run, args, folder / str(number), devices)
+
+  with futures.ThreadPoolExecutor(count) as pool:
+    yield from pool.map(train_when_free, itertools.count(), runs_of(count, args.lags))
+
+
+def train(run: Run, args: argparse.Namespace, run_dir: pathlib.Path, devices: Sequence[int]) -> dict[str, Any]:
   """Returns the row of a run, made in a process of its own on the devices of these numbers."""
-  run_dir = folder / "run"
-  options = dict(run.options) | {"run_dir": str(run_dir), "steps": 9 if args.smoke else args.steps}
-  run_on_devices(_command(args, options), devices, folder.parent / "cache", forced=args.smoke)
+  options = dict(run.options) | {"run_dir": str(run_dir), "steps": args.steps}
+  run_on_devices(_command(args, options), devices, run_dir.parent / "cache", forced=args.smoke)
   rows = list(read_metrics(run_dir / "metrics.jsonl"))
   return {"run": run.name, "devices": run.devices, **summarize(rows, dict(run.options).get("max_lag", 0))}
 
@@ -180,16 +192,19 @@ def _command(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
   return [sys.executable, "-c", program]
 
 
-def summarize(rows: Sequence[dict[str, Any]], max_lag: int) -> dict[str, float]:
-  """Returns the columns of a run.
+def counted_steps(steps: int, max_lag: int) -> range:
+  """Returns the steps of a run that count.
 
-  Args:
-    rows: its metrics.
-    max_lag: the bound of its lag. The first third of the steps, which train what was drawn while programs compiled, and
-      this many at the end, for which nothing is drawn any more, do not count.
+  The first third train what was drawn while programs compiled. Nothing is drawn any more in the last ones, as many as
+  the bound of the lag.
   """
+  return range(steps // 3, steps - max_lag)
+
+
+def summarize(rows: Sequence[dict[str, Any]], max_lag: int) -> dict[str, float]:
+  """Returns the columns of a run with this bound of its lag, of the metrics of the steps that count."""
   steps = [row for row in rows if "reward/mean" in row]
-  steps = steps[len(steps) // 3 : len(steps) - max_lag]
+  steps = [steps[i] for i in counted_steps(len(steps), max_lag)]
   times = [row["time/step"] for row in steps]
   mean = lambda name: statistics.mean(row[name] for row in steps)
   pushes = [row["bytes/weight_push"] / row["time/weight_push"] for row in steps if row["time/weight_push"] > 0]
@@ -274,49 +289,41 @@ def measure_learner(count: int, axis: str, smoke: bool) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--gsm8k-folder", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-  parser.add_argument("--steps", type=int, default=28)
+  parser.add_argument("--steps", type=int, help="of every run; default 28, with --smoke 9")
   parser.add_argument("--lags", type=int, nargs="+", default=(4,), help="bounds of the lag of split devices")
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_throughput.json"))
   args = parser.parse_args(arguments)
+  if args.steps is None:
+    args.steps = 9 if args.smoke else 28
+  if not counted_steps(args.steps, max(2, *args.lags)):
+    parser.error(f"--steps {args.steps} leaves none that count, after its first third and before as many as the lag")
+  if not (pathlib.Path(args.gsm8k_folder) / "train.jsonl").exists():
+    parser.error(f"--gsm8k-folder {args.gsm8k_folder} has no train.jsonl")
   count = 2 if args.smoke else int(_ask("len(jax.devices())"))
   device = _ask("jax.devices()[0].device_kind")
   result: dict[str, Any] = {"device": device, "devices": count, "jax": jax.__version__}
   result |= {part: [] for part in (*PARTS, "ratios")}
 
-  def report(part: str, row: dict[str, Any]) -> None:
-    print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-    result[part].append(row)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+  def report(part: str, rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+      print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+      result[part].append(row)
+      args.out.write_text(json.dumps(result, indent=1) + "\n")
 
   with tempfile.TemporaryDirectory() as name:
     if "starts" in args.parts:
-      for row in measure_starts(args, pathlib.Path(name) / "starts"):
-        report("starts", row)
+      report("starts", measure_starts(args, pathlib.Path(name) / "starts"))
     if "runs" in args.parts:
-      machine = Machine(count)
-
-      def train_alone(numbered: tuple[int, Run]) -> dict[str, Any]:
-        number, run = numbered
-        folder = pathlib.Path(name) / str(number)
-        with machine.lend(run.devices) as devices:
-          folder.mkdir()
-          return train(run, args, folder, devices)
-
-      with futures.ThreadPoolExecutor(count) as pool:
-        for row in pool.map(train_alone, enumerate(runs_of(count, args.lags))):
-          report("runs", row)
+      report("runs", measure_runs(count, args, pathlib.Path(name) / "runs"))
   sizes = sizes_of(min(count, len(jax.devices())))
   if "sampler" in args.parts:
-    for size in sizes:
-      report("sampler", measure_sampler(size, args))
-  for row in compare(result):
-    report("ratios", row)
+    report("sampler", (measure_sampler(size, args) for size in sizes))
+  report("ratios", compare(result))
   if "learner" in args.parts:
-    for size in sizes:
-      for axis in ("data", "fsdp") if size > 1 else ("data",):
-        report("learner", measure_learner(size, axis, args.smoke))
+    cases = [(size, axis) for size in sizes for axis in (("data", "fsdp") if size > 1 else ("data",))]
+    report("learner", (measure_learner(size, axis, args.smoke) for size, axis in cases))
 
 
 def _ask(question: str) -> str:

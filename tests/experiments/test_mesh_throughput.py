@@ -21,6 +21,16 @@ def test_steps_of_the_start_and_of_the_end_do_not_count():
   assert (found["mean"], found["slowest"], found["tokens/s"]) == (2.0, 3.0, 50.0)
 
 
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [(["--steps", "6", "--lags", "4"], "--steps 6 leaves none that count"), ([], "no/such has no train.jsonl")],
+)
+def test_what_no_run_could_use_is_refused_before_the_first(options, message, capsys):
+  with pytest.raises(SystemExit):
+    mesh_throughput.main(["--smoke", "--gsm8k-folder", "no/such", *options])
+  assert message in capsys.readouterr().err
+
+
 def test_a_split_is_compared_with_its_slower_side():
   runs = [
     {"run": "sync", "devices": 1, "learning": 0.5},
