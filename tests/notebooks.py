@@ -30,8 +30,7 @@ def make_kernel_environment(folder, wheel):
   wanted = [requirement for extra in ("train", "weights") for requirement in requirements(metadata, extra)]
   names = [str(requirement).partition(";")[0] for requirement in wanted]
   compiler = ["jax[tpu]"] if importlib.util.find_spec("libtpu") else []
-  shared = ["zstandard"] if importlib.util.find_spec("zstandard") else []  # or it could not read programs from here
-  return make_environment(folder, *names, *compiler, *shared, "equinox", "ipykernel", "pip")
+  return make_environment(folder, *names, *compiler, "equinox", "ipykernel", "pip")
 
 
 def run_notebook(path, python, archive, folder, parameters="", environment=None, limit=600):

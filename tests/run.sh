@@ -5,9 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE  # without files of bytecode, every process would compile JAX and Orbax for 4 s again
-# Compiling frees and asks for small pieces of memory by the million. A thread keeps seven of a size at hand; if it keeps
-# all, malloc takes a quarter less time. C libraries other than glibc do not read this.
-export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.tcache_count=65535}
 source experiments/setup_venv.sh
 setup_venv "[train,test]"
 pytest=(-m pytest -c tests/pytest.ini --rootdir=.)
