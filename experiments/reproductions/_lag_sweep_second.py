@@ -189,22 +189,22 @@ class Column(NamedTuple):
     """Returns the column of a study that has one rate of every method at a lag."""
     return cls(title, [study], {(method, lag): rate for method, lag, rate in _configs(study)}, comparisons)
 
-  def found(self, method: str, lag: int) -> list[paired.Study]:
-    """Returns the studies that have a method at a lag."""
-    return paired.having(self.studies, (method, lag, self.rates.get((method, lag), np.nan)))
+  def has(self, method: str, lag: int) -> bool:
+    """Returns whether there are runs of a method at a lag."""
+    return (method, lag) in self.rates
 
   def minus_sync(self, method: str, lag: int) -> np.ndarray:
     """Returns the differences to sync over the seeds of all studies that have the method at the lag, [S]."""
-    rate = self.rates.get((method, lag), np.nan)
-    return np.concatenate([study.minus_sync(method, lag, rate) for study in self.found(method, lag)] or [np.zeros(0)])
+    config = (method, lag, self.rates[method, lag])
+    return np.concatenate([study.minus_sync(*config) for study in paired.having(self.studies, config)])
 
   def cell(self, method: str, lag: int) -> str:
     """Returns the difference to sync and the rate, nothing without runs."""
-    found = self.found(method, lag)
-    if not found:
+    if not self.has(method, lag):
       return ""
     rate = self.rates[method, lag]
-    at = f"{rate_text(rate)}{_edge(found[0], (method, lag, rate))}"
+    first, *_ = paired.having(self.studies, (method, lag, rate))
+    at = f"{rate_text(rate)}{_edge(first, (method, lag, rate))}"
     return f"{verdict(self.minus_sync(method, lag), self.comparisons)} at {at}"
 
 
@@ -224,13 +224,13 @@ def draw(columns: Sequence[Column], methods: Sequence[str], lags: Sequence[int],
   """Draws what `beside` holds, with 95 % intervals: a panel per lag, a row per method, a marker per column."""
   import matplotlib.pyplot as plt
 
-  names = {lag: [m for m in methods if any(c.found(m, lag) for c in columns)][::-1] for lag in lags}
+  names = {lag: [m for m in methods if any(c.has(m, lag) for c in columns)][::-1] for lag in lags}
   heights = [len(found) for found in names.values()]
   size = (8.5, 0.5 * sum(heights) + 1.6)
   figure, axes = plt.subplots(len(lags), 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
   for axis, (lag, found) in zip(axes[:, 0], names.items(), strict=True):
     for i, column in enumerate(columns):
-      places = [y for y, method in enumerate(found) if column.found(method, lag)]
+      places = [y for y, method in enumerate(found) if column.has(method, lag)]
       got = [interval(column.minus_sync(found[y], lag)) for y in places]
       heights_of = [y + 0.22 * (len(columns) - 1) / 2 - 0.22 * i for y in places]
       style = {"fmt": "osD^"[i], "color": f"C{i}", "capsize": 2.5, "markersize": 4, "label": column.title}
