@@ -119,7 +119,7 @@ class Options:
 
 
 SMOKE: dict[str, Any] = dict(
-  groups=2, samples=2, slots=4, max_completion_tokens=64, rows=2, row_tokens=448, skip_bad_prompts=True
+  groups=2, samples=2, slots=4, max_prompt_tokens=720, max_completion_tokens=64, rows=2, row_tokens=784
 )
 
 
