@@ -198,7 +198,8 @@ def cache_backend(
 
   "ragged" takes what `cache_arrays` can fill up. cuDNN's decode kernel takes half precision and heads of a multiple of
   8, without windows and soft-caps; all layers of a model must use it or none, since it wants the cache position by
-  position in memory. Everything else is "xla".
+  position in memory. So does the kernel that `Policy.decode` runs in its place where it can: with "cudnn", heads whose
+  width is a power of 2, and no shared prompts. Everything else is "xla".
   """
   if backend == "ragged":
     return "ragged" if _ragged_array(num_kv_heads, head_dim, dtype, mesh) else "xla"

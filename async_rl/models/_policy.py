@@ -30,7 +30,6 @@ from async_rl.models import _shared_attention
 from async_rl.models._layers import Ends
 from async_rl.models._layers import Layer
 from async_rl.models._layers import Norms
-from async_rl.models._layers import Rotation
 from async_rl.models._layers import fits_kernels
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
@@ -144,6 +143,7 @@ class Policy:
     positions: Array,
     cache: Cache,
     prompts: _shared_attention.SharedPrompts | None = None,
+    live: Array | None = None,
   ) -> tuple[Array, Cache]:
     """Runs one step of every row: puts token b at `positions[b]` and attends to all up to it.
 
@@ -153,22 +153,35 @@ class Policy:
       positions: int32 [B], the position of each token, < S.
       cache: the keys and values of L layers, from `init_cache`.
       prompts: what several rows share; the cache then holds what follows it, from entry 0 on. Not changed.
+      live: bool [B], the rows that are wanted; `None` for all. Of others the hidden states are finite and mean nothing;
+        kernels for GPUs neither read nor change their cache.
 
     Returns:
       The hidden states [B, D] that predict the next token, and the cache with this token in it.
     """
     params = unstack_layers(params)
-    entries = positions
-    if prompts is not None:  # rows that nothing lives in may have any position
-      entries = jnp.clip(positions - prompts.starts, 0, cache[0][0].shape[2] - 1)
+    entries = positions if prompts is None else positions - prompts.starts
+    entries = jnp.clip(entries, 0, cache[0][0].shape[2] - 1)  # rows that nothing lives in may have any position
+    computed = entries if live is None else jnp.where(live, entries, -1)
 
     def attend(kv, shared, local, q, k, v, rotation):
-      q, kv = self._rotate_and_store(q, k, v, kv, entries, rotation)
-      attention = _attention.cache_attention
+      kernels = self._decode_kernels
+      if kernels is not None:
+        kernel = functools.partial(kernels.rotate_store_and_attend, scale=self._scale)
+        if shared is not None:
+          kernel = kernels.rotate_and_store
+        q, kv = kernel(q, k, v, kv, computed, rotation, mesh=self.mesh, interpret=self._device.platform == "cpu")
+        if shared is None:
+          return q, kv
+      else:
+        q, k = rotation(q, k)
+        rows, new = jnp.arange(q.shape[0]), _attention.arrange(k, v, self._cache_arrays)
+        kv = tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
+      attention = functools.partial(_attention.cache_attention, positions=entries)
       if shared is not None:
-        attention = functools.partial(_shared_attention.shared_attention, prompts=shared)
+        attention = functools.partial(_shared_attention.shared_attention, positions=computed, prompts=shared)
       out = attention(
-        q, kv, entries,
+        q, kv,
         num_kv_heads=self.config.num_kv_heads,
         scale=self._scale,
         window=self.config.sliding_window if local else None,
@@ -243,6 +256,15 @@ class Policy:
     return self.residual_dtype or ("float32" if self.dtype == "float16" else self.dtype)
 
   @property
+  def _decode_kernels(self) -> Any:
+    """Returns the module of this project's kernels for decode steps where they run, otherwise `None`."""
+    if self.cache_backend != "cudnn" or not fits_kernels(self.config.head_dim):
+      return None
+    from async_rl.models import _fused_decode  # takes a third of a second to import
+
+    return _fused_decode
+
+  @property
   def _scale(self) -> float:
     return self.config.query_scale or self.config.head_dim**-0.5
 
@@ -289,20 +311,6 @@ class Policy:
       return out, tuple(x.swapaxes(1, 2) for x in _attention.arrange(k, v, self._cache_arrays)) if keep else None
 
     return attend
-
-  def _rotate_and_store(
-    self, q: Array, k: Array, v: Array, kv: tuple[Array, ...], entries: Array, rotation: Rotation
-  ) -> tuple[Array, tuple[Array, ...]]:
-    """Norms and rotates what a layer has of one new token per row, and puts its keys and values into its cache."""
-    if self.cache_backend == "cudnn" and fits_kernels(self.config.head_dim):
-      from async_rl.models._fused_decode import rotate_and_store  # takes a third of a second to import
-
-      keys, values = kv
-      fused = functools.partial(rotate_and_store, mesh=self.mesh, interpret=self._device.platform == "cpu")
-      return fused(q, k, v, (keys, values), jnp.clip(entries, 0, keys.shape[2] - 1), rotation)
-    q, k = rotation(q, k)
-    rows, new = jnp.arange(q.shape[0]), _attention.arrange(k, v, self._cache_arrays)
-    return q, tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
 
   def _norms_of_rows(self) -> Norms:
     if self.attention_backend != "cudnn":

@@ -154,7 +154,7 @@ def decode_chunk(
 ) -> tuple[Cache, Drawn]:
   """Runs up to `config.chunk` decode steps of every live slot; stops early when none is left.
 
-  A slot that finishes is frozen: it keeps writing the same position of its own cache and draws nothing.
+  A slot that finishes is frozen: it draws nothing, and writes at most the same position of its own cache.
 
   Args:
     policy: the architecture.
@@ -171,7 +171,7 @@ def decode_chunk(
 
   def step(carry: _Carry) -> _Carry:
     cache, slots, drawn = carry
-    hidden, cache = policy.decode(params, slots.token, slots.position, cache, prompts)
+    hidden, cache = policy.decode(params, slots.token, slots.position, cache, prompts, slots.live)
     logits = policy.logits(params, hidden)
     tokens, logprobs = draw_tokens(logits, jax.vmap(token_uniforms)(keys, slots.drawn), config)
     tokens = jnp.where(slots.live, tokens, slots.token)

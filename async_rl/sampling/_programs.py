@@ -244,7 +244,7 @@ def _cache_format(heads: NamedSharding, backend: str) -> NamedSharding | Format:
   """Returns how keys and values [B, N, S, d] lie in memory: position by position, or head by head.
 
   A decode step writes one position of every head. On TPUs the compiler wants that position's heads side by side, and so
-  does cuDNN's kernel; where the cache comes in another order, each chunk copies it twice and holds it twice. XLA's
+  do the kernels for GPUs; where the cache comes in another order, each chunk copies it twice and holds it twice. XLA's
   products on GPUs and CPUs want each head in one piece.
   """
   if heads.mesh.devices.flat[0].platform == "tpu" or backend == "cudnn":

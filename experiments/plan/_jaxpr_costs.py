@@ -243,11 +243,13 @@ def product_flops(eqn: Any) -> float:
 def _kernel(step: _Step, scope: _Scope) -> Operation:
   """Counts a kernel: the products of a block, times the blocks that are computed."""
   params = step.eqn.params
-  if "ragged_paged" in str(params.get("name")):
-    return _decode_kernel(step, scope)
+  name = str(params.get("name"))
+  if "ragged_paged" in name:
+    return _ragged_kernel(step, scope)
+  if name == "rotate_store_and_attend":
+    return _fused_decode_kernel(step, scope)
   grid = params["grid_mapping"].grid
   blocks = math.prod(grid)
-  name = str(params.get("name"))
   # Blocks of queries and of keys come last, but with the heads between them where gradients of keys are summed.
   if "splash" in name and grid[-1] == grid[-3 if "dkv" in name else -2]:
     blocks *= (grid[-1] + 1) / (2 * grid[-1])  # blocks above the diagonal are skipped
@@ -257,8 +259,8 @@ def _kernel(step: _Step, scope: _Scope) -> Operation:
   return Operation(flops * blocks, nbytes, scope.times, "bfloat16")
 
 
-def _decode_kernel(step: _Step, scope: _Scope) -> Operation:
-  """Counts the kernel of decode steps: it reads the blocks of a row that hold something, half of the last in vain."""
+def _ragged_kernel(step: _Step, scope: _Scope) -> Operation:
+  """Counts the kernel of decode steps on TPUs: it reads the filled blocks of a row, half of the last in vain."""
   inputs = [v.aval for v in step.eqn.invars]
   rows, pages = inputs[1].shape
   cache = inputs[-1]  # [rows * pages, page, heads, width]
@@ -269,6 +271,18 @@ def _decode_kernel(step: _Step, scope: _Scope) -> Operation:
   flops = sum(product_flops(eqn) for eqn in _all_eqns(step.eqn.params["jaxpr"])) * cache.shape[2] / buffer[3]
   others = sum(x.nbytes for x in (*step.reads, *step.makes)) - _nbytes(cache)
   return Operation(flops * rows * read / block, others + rows * read * position, scope.times, "bfloat16")
+
+
+def _fused_decode_kernel(step: _Step, scope: _Scope) -> Operation:
+  """Counts the kernel of decode steps on GPUs, which reads what is filled of a row: two products with the queries."""
+  cache = step.eqn.invars[-1].aval  # values [B, S, N, d], as keys before them
+  rows, length, _, width = cache.shape
+  filled = length if scope.filled is None else min(length, scope.filled)
+  heads = step.eqn.outvars[0].aval.shape[-2]
+  others = sum(x.nbytes for x in (*step.reads, *step.makes)) - 4 * _nbytes(cache)  # without the cache, before and after
+  return Operation(
+    2 * 2.0 * rows * heads * width * filled, others + 2 * _nbytes(cache) * filled / length, scope.times, "bfloat16"
+  )
 
 
 def _cudnn_kernel(step: _Step, scope: _Scope) -> Operation:

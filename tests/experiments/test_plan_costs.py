@@ -13,6 +13,7 @@ from learning_helpers import make_mesh
 from async_rl import models
 from async_rl import rollout
 from async_rl.models._fused_decode import rotate_and_store
+from async_rl.models._fused_decode import rotate_store_and_attend
 from async_rl.models._layers import Norms
 from async_rl.models._layers import Rotation
 from experiments.plan import _hlo
@@ -178,6 +179,23 @@ def test_a_kernel_that_writes_into_a_cache_does_not_move_it():
 
   queries, keys = 2 * rows * heads * width, 2 * rows * groups * width  # bytes
   assert moved(1024) == moved(16) == pytest.approx(2 * queries + 2 * keys + 4 * rows * width, rel=0.01)
+
+
+def test_the_kernel_that_attends_in_decode_steps_reads_what_is_filled():
+  rows, heads, groups, width, length, filled = 128, 4, 2, 128, 1024, 300
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  attend = lambda angles, entries, *arrays: rotate_store_and_attend(
+    *arrays, entries, Rotation(Norms(), None, None, angles), scale=1.0
+  )
+  angles, cache = jax.ShapeDtypeStruct((rows, width // 2), jnp.float32), array(rows, groups, length, width)
+  new = array(rows, heads, width), array(rows, groups, width), array(rows, groups, width)
+  traced = jax.jit(attend).trace(angles, jax.ShapeDtypeStruct((rows,), jnp.int32), *new, (cache, cache))
+  (kernel,) = _jaxpr_costs.count_traced(traced.jaxpr, filled=filled)[1]
+  (whole,) = _jaxpr_costs.count_traced(traced.jaxpr)[1]
+  assert kernel.flops * kernel.times == 2 * 2 * rows * heads * width * filled
+  position, new = 2 * 2 * rows * groups * width, 2 * rows * (2 * heads + 2 * groups) * width + 4 * rows * width  # bytes
+  assert kernel.nbytes == pytest.approx(position * filled + new, rel=0.01)
+  assert whole.nbytes == pytest.approx(position * length + new, rel=0.01)
 
 
 def test_cudnns_kernel_skips_what_no_token_sees():

@@ -1,0 +1,45 @@
+"""An engine whose decode steps run the kernels for GPUs, interpreted, draws the samples of one that does not."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from sampling_helpers import CONFIG
+from sampling_helpers import STOPS
+from sampling_helpers import make
+from sampling_helpers import requests_of
+from sampling_helpers import same
+
+from async_rl import models
+from async_rl import sampling
+from async_rl.models import _fused_decode
+
+SIZED = dataclasses.replace(CONFIG, slots=32, max_new_tokens=12)  # the last samples move into a cache of 8 rows
+
+
+def drawn(mesh=None):
+  config = dataclasses.replace(make()[0].config, head_dim=32)
+  policy = models.Policy(config, dtype="float32", attention="xla")
+  engine = sampling.Engine(policy, SIZED, STOPS, pad_id=0, mesh=mesh)
+  engine.set_weights(jax.jit(policy.init)(jax.random.key(0)), 3)
+  return engine, sampling.generate(engine, requests_of(range(16))) + sampling.generate(engine, requests_of(range(3)))
+
+
+@pytest.fixture(scope="module")
+def expected():
+  return drawn()[1]
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
+def test_samples_and_their_logprobs_are_those_of_plain_attention(axes, expected, monkeypatch):
+  monkeypatch.setattr(models.Policy, "cache_backend", "cudnn")
+  monkeypatch.setattr(_fused_decode, "BLOCK", 8)
+  kernel, layers = _fused_decode.rotate_store_and_attend, []
+  counted = lambda *arrays, **options: layers.append(arrays) or kernel(*arrays, **options)
+  monkeypatch.setattr(_fused_decode, "rotate_store_and_attend", counted)
+  devices = np.array(jax.devices()[: np.prod(list(axes.values()))]).reshape(tuple(axes.values()))
+  engine, got = drawn(models.named_mesh(devices, tuple(axes)))
+  assert engine.cache_shape[0] == (8 if axes["data"] == 1 else 32)
+  assert layers
+  same(got, expected, exact=False)
