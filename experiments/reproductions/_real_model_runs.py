@@ -66,6 +66,7 @@ METHODS: Mapping[str, Method] = types.MappingProxyType(
     "sequence TIS": Method("sequence_tis"),
     "A-3PO": Method("a3po"),
     "TOPR": Method("topr"),
+    "TOPR, momentum .5": Method("topr", b1=0.5),
     "sequence PPO, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, b1=0.97),
     "sequence PPO + OPOB, exact, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, "opob", b1=0.97),
     "VCPO, exact": Method("sequence_tis", advantages="opob", ess_power=0.5),

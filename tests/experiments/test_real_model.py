@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 
 import pytest
 from scipy import stats
@@ -122,6 +123,10 @@ def test_methods_need_what_they_are_called_after():
   exact = {name for name, method in study.METHODS.items() if method.objective().needs_exact_norms}
   assert exact == {"sequence PPO + OPOB, exact, momentum .97", "VCPO, exact"}
   assert study.METHODS["TOPR"].objective().aggregate is learning.AGGREGATIONS["sequence_mean"]
+  momentum = {name: re.search(r"momentum (\.\d+)", name) for name in study.METHODS}
+  assert {name: method.b1 for name, method in study.METHODS.items()} == {
+    name: float(found[1]) if found else 0.9 for name, found in momentum.items()
+  }
 
 
 def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
