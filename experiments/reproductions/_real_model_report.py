@@ -25,7 +25,7 @@ from experiments.reproductions._real_model_runs import Steps
 Runs = Mapping[Run, Steps]
 #: The number of test problems.
 PROBLEMS = 440
-#: The run that others are compared with, of the same rate and seed at the largest lag.
+#: The run that others are compared with, of the same rate and seed.
 BEST = "TOPR"
 #: What may tell of a collapse, in words.
 SIGNS = {
@@ -113,25 +113,37 @@ def accuracy_table(runs: Runs) -> str:
   return grid([*_NAMES, *("start" if step == 0 else str(step) for step in steps), "below half"], rows)
 
 
-def end_table(runs: Runs, samples: int = PROBLEMS) -> str:
-  """Returns a row per run: accuracy at the end with its interval, its differences to the start and to `BEST`.
+def end_table(runs: Runs, samples: int = PROBLEMS, every_lag: bool = False) -> str:
+  """Returns a row per run: accuracy at the end with its interval, its differences to the start and to other runs.
 
   Differences in bold stay clear of 0 when the intervals are widened to hold for all of the table jointly.
+
+  Args:
+    runs: the runs.
+    samples: the number of samples of an evaluation.
+    every_lag: whether runs are compared with `BEST` at their own lag and with sync, not with `BEST` at the largest lag.
   """
   largest = max(run.lag for run in runs)
+  others = {f"minus {BEST} at lag {largest}": lambda run: run._replace(method=BEST, lag=largest)}
+  if every_lag:
+    others = {
+      f"minus {BEST} at its lag": lambda run: run._replace(method=BEST),
+      "minus sync": lambda run: run._replace(method=SYNC, lag=0),
+    }
   pairs = {}
   for run, steps in runs.items():
-    best = runs.get(Run(BEST, largest, run.seed, run.rate), {})
-    pairs[run] = [accuracies(steps).get(0, math.nan), math.nan if best is steps else last_accuracy(best)]
-  comparisons = sum(not math.isnan(other) for others in pairs.values() for other in others)
+    found = [runs.get(other(run), {}) for other in others.values()]
+    ends = (math.nan if other is steps else last_accuracy(other) for other in found)
+    pairs[run] = [accuracies(steps).get(0, math.nan), *ends]
+  comparisons = sum(not math.isnan(other) for accuracy in pairs.values() for other in accuracy)
   rows = []
-  for run, others in pairs.items():
+  for run in pairs:
     end = last_accuracy(runs[run])
     if not math.isnan(end):
       low, high = interval(end, samples=samples)
-      cells = [_difference(end, other, comparisons, samples) for other in others]
+      cells = [_difference(end, other, comparisons, samples) for other in pairs[run]]
       rows.append([*_names(run), f"{number(end, 3)} ({number(low, 3)} to {number(high, 3)})", *cells])
-  return grid([*_NAMES, "end", "minus its start", f"minus {BEST} at lag {largest}"], rows)
+  return grid([*_NAMES, "end", "minus its start", *others], rows)
 
 
 def sign_table(runs: Runs) -> str:

@@ -174,6 +174,21 @@ def test_tables_and_figure_show_accuracies_differences_and_signs(tmp_path):
   assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_runs_of_several_lags_are_compared_at_their_own_and_with_sync():
+  lags = {2: 0.3, 8: 0.25}
+  runs = {study.Run("no correction", 0, 0, 1e-4): _run([0.2, 0.4], [0.9])}
+  runs |= {study.Run("TOPR", lag, 0, 1e-4): _run([0.2, end], [0.9]) for lag, end in lags.items()}
+  runs |= {study.Run("A-3PO", lag, 0, 1e-4): _run([0.2, 0.1], [0.9]) for lag in lags}
+  header, _, *lines = reports.end_table(runs, every_lag=True).splitlines()
+  assert header.endswith("| minus its start | minus TOPR at its lag | minus sync |")
+  found = [[cell.split(" (")[0].strip(" *") for cell in line.split("|")[6:9]] for line in lines]
+  assert found == [
+    ["+.200", "", ""],
+    *(["+.100", "", "−.100"], ["+.050", "", "−.150"]),
+    *(["−.100", "−.200", "−.300"], ["−.100", "−.150", "−.300"]),
+  ]
+
+
 def test_the_rise_of_rewards_has_welchs_interval():
   run, other = study.Run("TOPR", 8, 0, 1e-4), study.Run("TOPR", 8, 1, 1e-4)
   steps = _run([0.1, 0.2, 0.3], [0.5, 0.5])
