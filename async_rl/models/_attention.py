@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
 
 from async_rl._validation import check_choice
+from async_rl.models._layers import fits_kernels
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import fit_sharding
 
@@ -196,16 +197,17 @@ def cache_backend(
 ) -> str:  # fmt: skip
   """Returns the backend that `cache_attention` uses where `self_attention` uses `backend`.
 
-  "ragged" takes what `cache_arrays` can fill up. cuDNN's decode kernel takes half precision and heads of a multiple of
-  8, without windows and soft-caps; all layers of a model must use it or none, since it wants the cache position by
-  position in memory. So does the kernel that `Policy.decode` runs in its place where it can: with "cudnn", heads whose
-  width is a power of 2, and no shared prompts. Everything else is "xla".
+  "ragged" takes what `cache_arrays` can fill up. "cudnn" takes half precision, without windows and soft-caps: "triton"
+  stands for a kernel of this project that does more than attend, see `Policy.decode`, for heads whose width is a power
+  of 2 up to 256; cuDNN's own takes other multiples of 8. All layers of a model must use such a kernel or none, since
+  they want the cache position by position in memory. Everything else is "xla".
   """
   if backend == "ragged":
     return "ragged" if _ragged_array(num_kv_heads, head_dim, dtype, mesh) else "xla"
   half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-  plain = window is None and softcap is None
-  return "cudnn" if backend == "cudnn" and half and plain and head_dim % 8 == 0 else "xla"
+  if backend != "cudnn" or not half or window is not None or softcap is not None or head_dim % 8:
+    return "xla"
+  return "triton" if fits_kernels(head_dim) and head_dim <= 256 else "cudnn"
 
 
 def cache_arrays(
@@ -260,9 +262,9 @@ def cache_attention(
     scale: the scale of the logits.
     window: the number of latest positions that are visible, as in `self_attention`.
     softcap: the c in c * tanh(logits / c).
-    backend: one of `cache_backend`. "xla" reads all S positions and wants a cache that lies head by head in memory;
-      "cudnn" reads each row's first `positions` + 1 and wants it position by position, where the transpositions below
-      move nothing; so does "ragged", in blocks, which runs on TPUs only.
+    backend: one of `cache_backend`, but not "triton". "xla" reads all S positions and wants a cache that lies head by
+      head in memory; "cudnn" reads each row's first `positions` + 1 and wants it position by position, where the
+      transpositions below move nothing; so does "ragged", in blocks, which runs on TPUs only.
     mesh: the devices over which a kernel is split by rows and heads.
 
   Returns:

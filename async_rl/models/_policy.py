@@ -30,7 +30,6 @@ from async_rl.models import _shared_attention
 from async_rl.models._layers import Ends
 from async_rl.models._layers import Layer
 from async_rl.models._layers import Norms
-from async_rl.models._layers import fits_kernels
 from async_rl.models._lora import LoRA
 from async_rl.models._lora import adapted
 from async_rl.models._lora import init_adapters
@@ -165,19 +164,20 @@ class Policy:
     computed = entries if live is None else jnp.where(live, entries, -1)
 
     def attend(kv, shared, local, q, k, v, rotation):
-      kernels = self._decode_kernels
-      if kernels is not None:
-        kernel = functools.partial(kernels.rotate_store_and_attend, scale=self._scale)
-        if shared is not None:
-          kernel = kernels.rotate_and_store
-        q, kv = kernel(q, k, v, kv, computed, rotation, mesh=self.mesh, interpret=self._device.platform == "cpu")
-        if shared is None:
-          return q, kv
-      else:
-        q, k = rotation(q, k)
-        rows, new = jnp.arange(q.shape[0]), _attention.arrange(k, v, self._cache_arrays)
-        kv = tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
-      attention = functools.partial(_attention.cache_attention, positions=entries)
+      if self.cache_backend == "triton":
+        from async_rl.models._fused_decode import rotate_store_and_attend  # takes a third of a second to import
+
+        return rotate_store_and_attend(
+          q, k, v, kv, computed, rotation,
+          scale=self._scale,
+          prompts=shared,
+          mesh=self.mesh,
+          interpret=self._device.platform == "cpu",
+        )  # fmt: skip
+      q, k = rotation(q, k)
+      rows, new = jnp.arange(q.shape[0]), _attention.arrange(k, v, self._cache_arrays)
+      kv = tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
+      attention = functools.partial(_attention.cache_attention, positions=entries, backend=self.cache_backend)
       if shared is not None:
         attention = functools.partial(_shared_attention.shared_attention, positions=computed, prompts=shared)
       out = attention(
@@ -186,7 +186,6 @@ class Policy:
         scale=self._scale,
         window=self.config.sliding_window if local else None,
         softcap=self.config.attention_softcap,
-        backend=self.cache_backend,
         mesh=self.mesh,
       )  # fmt: skip
       return out, kv
@@ -254,15 +253,6 @@ class Policy:
   @property
   def _residual_dtype(self) -> str:
     return self.residual_dtype or ("float32" if self.dtype == "float16" else self.dtype)
-
-  @property
-  def _decode_kernels(self) -> Any:
-    """Returns the module of this project's kernels for decode steps where they run, otherwise `None`."""
-    if self.cache_backend != "cudnn" or not fits_kernels(self.config.head_dim):
-      return None
-    from async_rl.models import _fused_decode  # takes a third of a second to import
-
-    return _fused_decode
 
   @property
   def _scale(self) -> float:

@@ -10,7 +10,6 @@ heads, N key/value heads, d head width.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -25,8 +24,6 @@ from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import fit_sharding
 
 Array = jax.Array
-
-_NOTHING = -1e30  # the log-sum-exp of no position; finite, so that nothing becomes NaN
 
 
 class SharedPrompts(NamedTuple):
@@ -48,21 +45,21 @@ class SharedPrompts(NamedTuple):
 
 
 def check_shared(backend: str) -> None:
-  """Raises a ValueError unless `shared_attention` works with a backend of `cache_backend`."""
+  """Raises a ValueError unless prompts can be shared with a backend of `cache_backend`: "xla" or "triton"."""
   if backend == "ragged":
     raise ValueError(
       "shared_prompts=True is not for the kernel of attention='ragged', which is 'auto' on TPUs; choose 'splash'."
     )
-  if backend == "cudnn" and _cudnn() is None:
+  if backend == "cudnn":
     raise ValueError(
-      f"shared_prompts=True needs the sums of cuDNN's softmax, which jax {jax.__version__} does not return; "
-      "choose attention='xla'."
+      "shared_prompts=True is not for cuDNN's decode kernel, which heads get whose width is no power of 2; choose "
+      "attention='xla'."
     )
 
 
 def shared_attention(
   q: Array, kv: tuple[Array, Array], positions: Array, prompts: SharedPrompts, *, num_kv_heads: int, scale: float,
-  window: int | None = None, softcap: float | None = None, backend: str = "xla", mesh: Mesh | None = None,
+  window: int | None = None, softcap: float | None = None, mesh: Mesh | None = None,
 ) -> Array:  # fmt: skip
   """Attends from one new token per row to the row's prompt and to its own part, which already holds the token.
 
@@ -75,13 +72,12 @@ def shared_attention(
     scale: the scale of the logits.
     window: the number of latest positions that are visible, those of the prompt counted.
     softcap: the c in c * tanh(logits / c).
-    backend: "xla" or "cudnn", which read the cache as in `cache_attention`.
     mesh: the devices over which rows, prompts and heads are split: a row and its prompt are on one device.
 
   Returns:
     [B, H, d] in q's dtype.
   """
-  kernel = functools.partial(_shared_attention, attend_by(backend, scale, softcap), window)
+  kernel = functools.partial(_shared_attention, scale, softcap, window)
   if mesh is not None:
     heads = fit_sharding(mesh, (ROWS, "tensor"), (q.shape[0], num_kv_heads)).spec
     rows = PartitionSpec(heads[0])
@@ -90,16 +86,11 @@ def shared_attention(
   return kernel(q, kv, positions, prompts)
 
 
-def attend_by(backend: str, scale: float, softcap: float | None = None) -> Callable[..., tuple[Array, Array]]:
-  """Returns the attention to one part, as of `_xla_attend`, by a backend."""
-  if backend == "cudnn":
-    return functools.partial(_cudnn_attend, scale=scale)
-  return functools.partial(_xla_attend, scale=scale, softcap=softcap)
-
-
 def _shared_attention(
-  attend: Callable, window: int | None, q: Array, kv: tuple[Array, Array], positions: Array, prompts: SharedPrompts
-) -> Array:
+  scale: float, softcap: float | None, window: int | None, q: Array, kv: tuple[Array, Array], positions: Array,
+  prompts: SharedPrompts,
+) -> Array:  # fmt: skip
+  attend: Callable[..., tuple[Array, Array]] = functools.partial(_attend, scale=scale, softcap=softcap)
   first = None if window is None else positions + 1 - window  # that a row sees, counted from the start of its own part
   own = attend(q[:, None], *kv, positions + 1, first if first is None else first[:, None])
   first = None if first is None else (first + prompts.starts).at[prompts.rows].get(mode="clip")
@@ -116,7 +107,7 @@ def _merge(a: list[Array], b: list[Array]) -> Array:
   return parts[0] + parts[1]
 
 
-def _xla_attend(
+def _attend(
   q: Array, k: Array, v: Array, counts: Array, first: Array | None, *, scale: float, softcap: float | None
 ) -> tuple[Array, Array]:
   """Attends from T queries of each row to the row's first `counts` entries, from entry `first` on.
@@ -144,40 +135,3 @@ def _xla_attend(
   lse = jax.nn.logsumexp(logits, axis=-1)
   probs = jnp.exp(logits - lse[..., None]).astype(v.dtype)
   return jnp.einsum("rtngs,rnsd->rtngd", probs, v).reshape(q.shape), lse.reshape(q.shape[:-1])
-
-
-def _cudnn_attend(q: Array, k: Array, v: Array, counts: Array, first: None, *, scale: float) -> tuple[Array, Array]:
-  """Computes `_xla_attend` without windows and soft-caps; several queries of a key go to the kernel as more tokens."""
-  del first
-  cudnn = _cudnn()
-  assert cudnn is not None, "see check_shared"
-  rows, queries, heads, width = q.shape
-  groups = k.shape[1] if queries > 1 else heads  # for one token, the kernel spreads the heads by itself
-  packed = q.reshape(rows, queries, groups, -1, width).swapaxes(2, 3).reshape(rows, -1, groups, width)
-  out, lse = cudnn.dot_product_attention(
-    packed,
-    k.swapaxes(1, 2),
-    v.swapaxes(1, 2),
-    q_seqlen=jnp.full_like(counts, packed.shape[1]),
-    kv_seqlen=jnp.maximum(counts, 1),
-    scale=scale,
-    mask_type=cudnn.MaskType.PADDING,
-    return_residual=True,
-  )
-  out = out.reshape(rows, queries, -1, groups, width).swapaxes(2, 3).reshape(q.shape)
-  lse = lse.reshape(rows, groups, queries, -1).transpose(0, 2, 1, 3).reshape(q.shape[:-1])
-  return out, jnp.where(counts[:, None, None] > 0, lse, _NOTHING)
-
-
-def _cudnn() -> Any:
-  """Returns JAX's module of cuDNN's attention, `None` if that does not return the sums of the softmax.
-
-  It has no public name that gives them as they are: `jax.nn.dot_product_attention` rounds them to the dtype of q, and
-  of two parts merged by sums in bfloat16, each weight would be wrong by a percent.
-  """
-  try:
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-  except ImportError:
-    return None
-  needed = {"q_seqlen", "kv_seqlen", "scale", "mask_type", "return_residual"}
-  return cudnn if needed <= set(inspect.signature(cudnn.dot_product_attention).parameters) else None

@@ -247,6 +247,6 @@ def _cache_format(heads: NamedSharding, backend: str) -> NamedSharding | Format:
   do the kernels for GPUs; where the cache comes in another order, each chunk copies it twice and holds it twice. XLA's
   products on GPUs and CPUs want each head in one piece.
   """
-  if heads.mesh.devices.flat[0].platform == "tpu" or backend == "cudnn":
+  if heads.mesh.devices.flat[0].platform == "tpu" or backend in ("triton", "cudnn"):
     return Format(Layout(major_to_minor=(0, 2, 1, 3)), heads)
   return heads

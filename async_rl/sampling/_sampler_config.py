@@ -45,8 +45,8 @@ class SamplerConfig:
       slots in all, less those below 8 on a device. Live samples move into the smallest cache that holds them.
     prefill_tokens: the number of tokens, padding included, that one prefill call should process.
     shared_prompts: whether the keys and values of a prompt are kept, and in a decode step read, once for all samples of
-      its group, and not once for each. Needs attention by "xla" or "cudnn"; changes samples up to rounding. A sample
-      that is resumed or restored has its prompt alone.
+      its group, and not once for each. Changes samples up to rounding. Not for the kernel of decode steps on TPUs. A
+      sample that is resumed or restored has its prompt alone.
   """
 
   slots: int

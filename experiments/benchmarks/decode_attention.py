@@ -1,15 +1,15 @@
-"""Attention of a decode step alone: slots with a prompt each, shared prompts, and the parts that the latter consist of.
+"""Attention of a decode step alone, with the norms, rotation and storing before it, by every way there is on GPUs.
 
-    python -m experiments.benchmarks.decode_attention           # one NVIDIA GPU, half a minute
+    python -m experiments.benchmarks.decode_attention           # one NVIDIA GPU, two minutes
     python -m experiments.benchmarks.decode_attention --smoke   # any machine, seconds; checks that it runs
 
-The heads of Qwen3-0.6B, random keys and values in bfloat16, eight layers in turns so that no cache holds them. The
-parts of shared prompts are measured in the form that is used and in others: the two query heads of a key as two tokens,
-and XLA's products.
+The heads of Qwen3-0.6B, random keys and values in bfloat16; prompts of 320 positions and 160 more of each slot's own,
+several layers in turns so that no cache holds them. All slots live, and an eighth of them.
 
-Prints a table and writes decode_attention.json. Columns: what is computed; microseconds a layer, least of five; the
-time in which its keys and values are read once at the bandwidth of a copy, and the ratio to it. Of the first two, which
-compute the same: the largest and the mean error against float32.
+Prints a table and writes decode_attention.json. Columns: slots, how many of them live; what computes; whether groups of
+8 share their prompts; microseconds a layer, least of five; the time in which the keys and values of live slots are read
+once at the bandwidth of a copy, shared prompts once for their group, and the ratio to it; the largest and the mean
+error against float32.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ import json
 import pathlib
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from async_rl import models
-from async_rl.models import _shared_attention
+from async_rl.models import _fused_decode
+from async_rl.models._layers import Norms
+from async_rl.models._layers import RMSNorm
+from async_rl.models._layers import Rotation
 from experiments.benchmarks.decode_speed import GROUP
 from experiments.benchmarks.decode_speed import QWEN3_06B
 from experiments.benchmarks.decode_speed import SMOKE
@@ -39,129 +44,184 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Slots, prompt tokens, positions of a slot's own part and how many of them are filled."""
+  """Slots, how many of them live, prompt tokens, positions of a slot's own part and how many of them are filled."""
 
-  slots: int = 256
+  slots: int
+  live: int
   prompt: int = 320
   own: int = 256
   filled: int = 160
-  layers: int = 8
+  layers: int = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-  """What is measured.
+CASES = (Case(64, 64), Case(64, 8), Case(256, 256), Case(256, 32), Case(8, 8, layers=16))
+SMOKE_CASES = (Case(16, 16, 32, 32, 20, 2), Case(16, 8, 32, 32, 20, 2))
 
-  Attributes:
-    name: the name in the table.
-    attend: function of queries and a layer, which returns the next layer's queries.
-    queries: the first queries.
-    layers: keys and values.
-    read: the bytes of a layer that have to be read.
+
+class Step(NamedTuple):
+  """What a layer gets: the new token of each slot, its entry, -1 for slots that do not live, and its angles."""
+
+  q: Array
+  k: Array
+  v: Array
+  entries: Array
+  angles: Array
+
+
+def make_step(config: models.ModelConfig, case: Case, shared: bool) -> Step:
+  """Returns a random step."""
+  keys = iter(jax.random.split(jax.random.key(0), 4))
+  heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+  q, k, v = (jax.random.normal(next(keys), (case.slots, n, config.head_dim), jnp.bfloat16) for n in heads)
+  entry = case.filled - 1 + (0 if shared else case.prompt)
+  entries = jnp.where(jnp.arange(case.slots) < case.live, entry, -1).astype(jnp.int32)
+  return Step(q, k, v, entries, jax.random.normal(next(keys), (case.slots, config.head_dim // 2)))
+
+
+def rotation_of(config: models.ModelConfig, angles: Array) -> Rotation:
+  """Returns the norms of the model and the rotation by angles."""
+  return Rotation(Norms(), RMSNorm(config.head_dim, config), RMSNorm(config.head_dim, config), angles)
+
+
+def make_layers(config: models.ModelConfig, case: Case) -> tuple[list[Any], list[Any], list[Any]]:
+  """Returns prompts, own parts, and both in one piece for every slot: keys and values [rows, positions, N, d]."""
+  keys = iter(jax.random.split(jax.random.key(1), 4 * case.layers))
+
+  def random(rows: int, length: int) -> tuple[Array, Array]:
+    shape = (rows, length, config.num_kv_heads, config.head_dim)
+    return jax.random.normal(next(keys), shape, jnp.bfloat16), jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+  prompts = [random(case.slots // GROUP, case.prompt) for _ in range(case.layers)]
+  own = [random(case.slots, case.own) for _ in range(case.layers)]
+  join = jax.jit(lambda a, b: jnp.concatenate([jnp.repeat(a, GROUP, 0), b], 1))
+  whole = [(join(a[0], b[0]), join(a[1], b[1])) for a, b in zip(prompts, own, strict=True)]
+  return prompts, own, whole
+
+
+def by_head(kv: Any) -> Any:
+  """Returns keys and values [rows, positions, N, d] as [rows, N, positions, d], or the other way round."""
+  return tuple(x.swapaxes(1, 2) for x in kv)
+
+
+def share(case: Case) -> models.SharedPrompts:
+  """Returns which slots share which prompt, without the prompts."""
+  rows, groups = jnp.arange(case.slots, dtype=jnp.int32), case.slots // GROUP
+  lengths = jnp.where(jnp.arange(groups) * GROUP < case.live, case.prompt, 0).astype(jnp.int32)
+  return models.SharedPrompts(None, lengths, rows.reshape(groups, GROUP), rows, jnp.full_like(rows, case.prompt))
+
+
+def attend_by(backend: str, config: models.ModelConfig) -> Callable[[Step, Any], tuple[Array, Any]]:
+  """Returns what a layer computes with a backend, of a step and keys and values to the queries' result and both.
+
+  XLA's products want keys and values head by head, [rows, N, positions, d], kernels position by position.
   """
 
-  name: str
-  attend: Callable[[Array, Any], Array]
-  queries: Array
-  layers: list[Any]
-  read: float
+  def attend(step: Step, kv: Any) -> tuple[Array, Any]:
+    if backend == "triton":
+      out, kv = _attend_in_one_kernel(config, step, by_head(kv))
+      return out, by_head(kv)
+    q, k = rotation_of(config, step.angles)(step.q, step.k)
+    rows, entries = jnp.arange(len(q)), jnp.maximum(step.entries, 0)
+    kv = kv if backend == "xla" else by_head(kv)
+    kv = tuple(x.at[rows, :, entries].set(y) for x, y in zip(kv, (k, step.v), strict=True))
+    out = models.cache_attention(q, kv, entries, num_kv_heads=k.shape[1], scale=_scale(config), backend=backend)
+    return out, kv if backend == "xla" else by_head(kv)
+
+  return attend
 
 
-def make_kernels(config: models.ModelConfig, case: Case, backend: str) -> list[Kernel]:
-  """Returns the kernels, of the same keys and values: first with a prompt for each slot, then with shared ones."""
-  heads, n, width = config.num_heads, config.num_kv_heads, config.head_dim
-  groups, scale = case.slots // GROUP, width**-0.5
-  keys = iter(jax.random.split(jax.random.key(0), 4 * case.layers + 1))
+def attend_to_shared(
+  sharing: models.SharedPrompts, config: models.ModelConfig
+) -> Callable[[Step, Any], tuple[Array, Any]]:
+  """Returns what a layer computes where prompts are shared, of a step, and prompts and own parts."""
 
-  def random(*shape: int) -> Array:
-    return jax.random.normal(next(keys), shape, jnp.bfloat16)
+  def attend(step: Step, parts: Any) -> tuple[Array, Any]:
+    prompts, kv = map(by_head, parts)
+    out, kv = _attend_in_one_kernel(config, step, kv, sharing._replace(layers=prompts))
+    return out, (by_head(prompts), by_head(kv))
 
-  # Position by position in memory, as cuDNN wants it; seen head by head.
-  prompts = [(random(groups, case.prompt, n, width), random(groups, case.prompt, n, width)) for _ in range(case.layers)]
-  own = [(random(case.slots, case.own, n, width), random(case.slots, case.own, n, width)) for _ in range(case.layers)]
-  join = jax.jit(lambda a, b: jnp.concatenate([jnp.repeat(a, GROUP, 0), b], 1))
-  whole = [tuple(map(join, *parts)) for parts in zip(prompts, own, strict=True)]
-
-  def seen(kv: tuple[Array, Array]) -> tuple[Array, Array]:
-    return kv[0].swapaxes(1, 2), kv[1].swapaxes(1, 2)
-
-  rows = jnp.arange(case.slots, dtype=jnp.int32)
-  positions = jnp.full(case.slots, case.filled - 1, jnp.int32)
-  lengths = jnp.full(groups, case.prompt, jnp.int32)
-  sharing = models.SharedPrompts(
-    None, lengths, rows.reshape(groups, GROUP), rows, jnp.full(case.slots, case.prompt, jnp.int32)
-  )
-  options: dict[str, Any] = {"num_kv_heads": n, "scale": scale, "backend": backend}
-  by_head = jax.jit(seen)
-
-  def xla(q: Array, kv: Any, counts: Array) -> Array:
-    return _shared_attention.attend_by("xla", scale)(q, *kv, counts, None)[0]
-
-  def used(q: Array, kv: Any, counts: Array) -> Array:
-    return _shared_attention.attend_by(backend, scale)(q, *seen(kv), counts, None)[0]
-
-  def with_own_prompts(q: Array, kv: Any) -> Array:
-    return models.cache_attention(q, seen(kv), positions + case.prompt, **options)
-
-  def with_shared_prompts(q: Array, kv: Any) -> Array:
-    return models.shared_attention(q, seen(kv[1]), positions, sharing._replace(layers=seen(kv[0])), **options)
-
-  def own_part(q: Array, kv: Any) -> Array:
-    return used(q[:, None], kv, positions + 1)[:, 0]
-
-  def own_part_as_tokens(q: Array, kv: Any) -> Array:
-    tokens = q.reshape(case.slots, n, -1, width).swapaxes(1, 2)
-    return used(tokens, kv, positions + 1).swapaxes(1, 2).reshape(q.shape)
-
-  def prompt_part(q: Array, kv: Any) -> Array:
-    return used(q, kv, lengths)
-
-  q = random(case.slots, heads, width)
-  members = q.reshape(groups, GROUP, heads, width)
-  position = 2 * n * width * q.dtype.itemsize
-  filled, shared = case.slots * case.filled * position, groups * case.prompt * position
-  each = case.slots * case.prompt * position
-  return [
-    Kernel("a prompt each", with_own_prompts, q, whole, filled + each),
-    Kernel("shared prompts", with_shared_prompts, q, list(zip(prompts, own, strict=True)), filled + shared),
-    Kernel("own part", own_part, q, own, filled),
-    Kernel("own part, heads as tokens", own_part_as_tokens, q, own, filled),
-    Kernel("own part, XLA", lambda q, kv: xla(q[:, None], kv, positions + 1)[:, 0], q,
-           list(map(by_head, own)), filled),
-    Kernel("prompts", prompt_part, members, prompts, shared),
-    Kernel("prompts, XLA", lambda q, kv: xla(q, kv, lengths), members,
-           list(map(by_head, prompts)), shared),
-  ]  # fmt: skip
+  return attend
 
 
-def seconds_of(kernel: Kernel, turns: int) -> float:
-  """Returns the seconds of a layer, in a loop over all layers whose every call needs the one before."""
+def _attend_in_one_kernel(
+  config: models.ModelConfig, step: Step, kv: Any, prompts: models.SharedPrompts | None = None
+) -> tuple[Array, Any]:
+  return _fused_decode.rotate_store_and_attend(
+    step.q, step.k, step.v, kv, step.entries, rotation_of(config, step.angles),
+    scale=_scale(config),
+    prompts=prompts,
+    interpret=jax.default_backend() == "cpu",
+  )  # fmt: skip
 
-  @jax.jit
-  def run(q: Array, layers: list[Any]) -> Array:
-    return jax.lax.fori_loop(0, turns, lambda _, q: functools.reduce(kernel.attend, layers, q), q)
+
+def _scale(config: models.ModelConfig) -> float:
+  return config.head_dim**-0.5
+
+
+def seconds_of(attend: Callable, step: Step, layers: list[Any], turns: int) -> tuple[float, list[Any]]:
+  """Returns the seconds of a layer, in a loop over all layers whose every call needs the one before, and the layers."""
+
+  @functools.partial(jax.jit, donate_argnums=1)
+  def run(step: Step, layers: list[Any]) -> tuple[Array, list[Any]]:
+    def turn(_: int, state: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
+      q, layers = state
+      after = []
+      for kv in layers:
+        q, kv = attend(step._replace(q=q), kv)
+        after.append(kv)
+      return q, after
+
+    return jax.lax.fori_loop(0, turns, turn, (step.q, layers))
 
   best = np.inf
   for _ in range(6):  # the first compiles
     start = time.perf_counter()
-    run(kernel.queries, kernel.layers).block_until_ready()
+    out, layers = run(step, layers)
+    out.block_until_ready()
     best = min(best, time.perf_counter() - start)
-  return best / turns / len(kernel.layers)
+  return best / turns / len(layers), layers
 
 
-def errors(kernels: list[Kernel], count: int) -> list[tuple[float, float]]:
-  """Returns the largest and the mean error of the first two kernels, of so many positions, against float32."""
-  plain = kernels[0]
-  exact = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
-  layer = [kernel.layers[0] for kernel in kernels[:2]]
-  k, v = exact(plain.layers[0])
-  rows, heads, width = plain.queries.shape
-  q = exact(plain.queries).reshape(rows, k.shape[2], -1, width)
-  logits = jnp.einsum("bngd,bsnd->bngs", q, k[:, :count], precision="highest") * width**-0.5
-  values = jnp.einsum("bngs,bsnd->bngd", jax.nn.softmax(logits), v[:, :count], precision="highest")
-  found = [jax.jit(kernel.attend)(kernel.queries, kv) for kernel, kv in zip(kernels[:2], layer, strict=True)]
-  gaps = [np.abs(np.asarray(out, np.float32) - np.asarray(values).reshape(rows, heads, width)) for out in found]
-  return [(float(gap.max()), float(gap.mean())) for gap in gaps]
+def exact_result(config: models.ModelConfig, step: Step, kv: Any, live: int) -> np.ndarray:
+  """Returns what attention to whole rows gives in float32, of live slots."""
+  q, k, v, angles, *kv = jax.tree.map(
+    lambda x: x[:live].astype(jnp.float32), (step.q, step.k, step.v, step.angles, *kv)
+  )
+  (q, k), entry = rotation_of(config, angles)(q, k), int(step.entries[0])
+  k, v = (x.at[:, :, entry].set(y)[:, :, : entry + 1] for x, y in zip(kv, (k, v), strict=True))
+  grouped = q.reshape(live, k.shape[1], -1, q.shape[2])
+  logits = jnp.einsum("bngd,bnsd->bngs", grouped, k, precision="highest") * _scale(config)
+  return np.asarray(jnp.einsum("bngs,bnsd->bngd", jax.nn.softmax(logits), v, precision="highest").reshape(q.shape))
+
+
+def measure(config: models.ModelConfig, case: Case, bandwidth: float, turns: int) -> Iterator[dict[str, Any]]:
+  """Yields the rows of a case."""
+  prompts, own, whole = make_layers(config, case)
+  position = 4 * config.num_kv_heads * config.head_dim  # bytes
+  whole_step, own_step = (make_step(config, case, shared) for shared in (False, True))
+  exact = exact_result(config, whole_step, by_head(whole[0]), case.live)
+  backends = ["triton"] if jax.default_backend() == "cpu" else ["triton", "cudnn"]
+  ways: list[tuple[str, bool, Callable, Step, list[Any]]] = [
+    (name, False, attend_by(name, config), whole_step, whole) for name in backends
+  ]
+  ways.append(("triton", True, attend_to_shared(share(case), config), own_step, list(zip(prompts, own, strict=True))))
+  ways.append(("xla", False, attend_by("xla", config), whole_step, list(map(jax.jit(by_head), whole))))
+  for name, shared, attend, step, layers in ways:
+    got = np.asarray(jax.jit(attend)(step, layers[0])[0][: case.live], np.float32)
+    copies = jax.tree.map(jnp.copy, layers)  # the first call gives its layers away
+    read = case.live * case.filled + case.prompt * (case.live // GROUP if shared else case.live)
+    seconds, floor = seconds_of(attend, step, copies, turns)[0], read * position / bandwidth
+    yield {
+      "slots": case.slots,
+      "live": case.live,
+      "attention": name,
+      "shared_prompts": shared,
+      "us": round(1e6 * seconds, 1),
+      "floor_us": round(1e6 * floor, 1),
+      "ratio_to_floor": round(seconds / floor, 2),
+      "largest_error": float(np.abs(got - exact).max()),
+      "mean_error": float(np.abs(got - exact).mean()),
+    }
 
 
 def main() -> None:
@@ -169,26 +229,17 @@ def main() -> None:
   parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("decode_attention.json"))
   args = parser.parse_args()
-  config, case = (SMOKE, Case(16, 32, 32, 20, 2)) if args.smoke else (QWEN3_06B, Case())
-  backend = models.Policy(config).cache_backend
+  config = dataclasses.replace(SMOKE, head_dim=32) if args.smoke else QWEN3_06B
   bandwidth = copy_bandwidth(2**24 if args.smoke else 2**31)
   device = jax.devices()[0].device_kind
-  kernels = make_kernels(config, case, backend)
   rows: list[dict[str, Any]] = []
-  result = {"device": device, "jax": jax.__version__, "copy_GB_per_s": round(bandwidth / 1e9, 1), "backend": backend}
+  result = {"device": device, "jax": jax.__version__, "copy_GB_per_s": round(bandwidth / 1e9, 1)}
   print(" ".join(f"{name} {value}" for name, value in result.items()))
-  for kernel in kernels:
-    seconds, floor = seconds_of(kernel, 2 if args.smoke else 20), kernel.read / bandwidth
-    rows.append(
-      {"kernel": kernel.name, "us": round(1e6 * seconds, 1), "floor_us": round(1e6 * floor, 1),
-       "ratio_to_floor": round(seconds / floor, 2)}
-    )  # fmt: skip
-    print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    args.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
-  for row, (largest, mean) in zip(rows, errors(kernels, case.prompt + case.filled), strict=False):
-    row |= {"largest_error": largest, "mean_error": mean}
-    print(f"{row['kernel']}: error {largest:.2e}, mean {mean:.2e}")
-  args.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+  for case in SMOKE_CASES if args.smoke else CASES:
+    for row in measure(config, case, bandwidth, 2 if args.smoke else 20):
+      rows.append(row)
+      print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+      args.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

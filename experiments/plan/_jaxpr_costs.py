@@ -246,8 +246,8 @@ def _kernel(step: _Step, scope: _Scope) -> Operation:
   name = str(params.get("name"))
   if "ragged_paged" in name:
     return _ragged_kernel(step, scope)
-  if name == "rotate_store_and_attend":
-    return _fused_decode_kernel(step, scope)
+  if name in ("rotate_store_and_attend", "attend_to_prompts"):
+    return _attention_to_cache(step, scope)
   grid = params["grid_mapping"].grid
   blocks = math.prod(grid)
   # Blocks of queries and of keys come last, but with the heads between them where gradients of keys are summed.
@@ -273,15 +273,19 @@ def _ragged_kernel(step: _Step, scope: _Scope) -> Operation:
   return Operation(flops * rows * read / block, others + rows * read * position, scope.times, "bfloat16")
 
 
-def _fused_decode_kernel(step: _Step, scope: _Scope) -> Operation:
-  """Counts the kernel of decode steps on GPUs, which reads what is filled of a row: two products with the queries."""
-  cache = step.eqn.invars[-1].aval  # values [B, S, N, d], as keys before them
+def _attention_to_cache(step: _Step, scope: _Scope) -> Operation:
+  """Counts a kernel of decode steps on GPUs: two products with what is filled of a row, or with a shared prompt."""
+  cache = step.eqn.invars[-1].aval  # values [rows, S, N, d], as keys before them
   rows, length, _, width = cache.shape
-  filled = length if scope.filled is None else min(length, scope.filled)
   heads = step.eqn.outvars[0].aval.shape[-2]
-  others = sum(x.nbytes for x in (*step.reads, *step.makes)) - 4 * _nbytes(cache)  # without the cache, before and after
+  others = sum(x.nbytes for x in (*step.reads, *step.makes)) - 2 * _nbytes(cache)
+  queries, filled = rows * heads, length if scope.filled is None else min(length, scope.filled)
+  if str(step.eqn.params["name"]) == "attend_to_prompts":
+    queries, filled = queries * step.eqn.invars[1].aval.shape[1], length
+  else:
+    others -= 2 * _nbytes(cache)  # is returned, too, with one entry of a row that is new
   return Operation(
-    2 * 2.0 * rows * heads * width * filled, others + 2 * _nbytes(cache) * filled / length, scope.times, "bfloat16"
+    2 * 2.0 * queries * width * filled, others + 2 * _nbytes(cache) * filled / length, scope.times, "bfloat16"
   )
 
 

@@ -12,7 +12,6 @@ from learning_helpers import make_mesh
 
 from async_rl import models
 from async_rl import rollout
-from async_rl.models._fused_decode import rotate_and_store
 from async_rl.models._fused_decode import rotate_store_and_attend
 from async_rl.models._layers import Norms
 from async_rl.models._layers import Rotation
@@ -165,37 +164,29 @@ def test_the_decode_kernel_reads_the_blocks_that_are_filled():
   assert total(operations) == 0
 
 
-def test_a_kernel_that_writes_into_a_cache_does_not_move_it():
-  rows, heads, groups, width = 16, 4, 2, 128
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernels_of_decode_steps_read_what_is_filled_and_move_no_cache(shared):
+  rows, heads, groups, width, length, filled, prompts, prompt = 128, 4, 2, 128, 1024, 300, 32, 160
   array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  store = lambda angles, entries, *arrays: rotate_and_store(*arrays, entries, Rotation(Norms(), None, None, angles))
-
-  def moved(length):
-    angles, cache = jax.ShapeDtypeStruct((rows, width // 2), jnp.float32), array(rows, groups, length, width)
-    new = array(rows, heads, width), array(rows, groups, width), array(rows, groups, width)
-    traced = jax.jit(store).trace(angles, jax.ShapeDtypeStruct((rows,), jnp.int32), *new, (cache, cache))
-    (kernel,) = _jaxpr_costs.count_traced(traced.jaxpr)[1]
-    return kernel.nbytes
-
-  queries, keys = 2 * rows * heads * width, 2 * rows * groups * width  # bytes
-  assert moved(1024) == moved(16) == pytest.approx(2 * queries + 2 * keys + 4 * rows * width, rel=0.01)
-
-
-def test_the_kernel_that_attends_in_decode_steps_reads_what_is_filled():
-  rows, heads, groups, width, length, filled = 128, 4, 2, 128, 1024, 300
-  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-  attend = lambda angles, entries, *arrays: rotate_store_and_attend(
-    *arrays, entries, Rotation(Norms(), None, None, angles), scale=1.0
+  integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  attend = lambda angles, prompts, *arrays: rotate_store_and_attend(
+    *arrays, Rotation(Norms(), None, None, angles), scale=1.0, prompts=prompts
   )
   angles, cache = jax.ShapeDtypeStruct((rows, width // 2), jnp.float32), array(rows, groups, length, width)
   new = array(rows, heads, width), array(rows, groups, width), array(rows, groups, width)
-  traced = jax.jit(attend).trace(angles, jax.ShapeDtypeStruct((rows,), jnp.int32), *new, (cache, cache))
-  (kernel,) = _jaxpr_costs.count_traced(traced.jaxpr, filled=filled)[1]
-  (whole,) = _jaxpr_costs.count_traced(traced.jaxpr)[1]
-  assert kernel.flops * kernel.times == 2 * 2 * rows * heads * width * filled
-  position, new = 2 * 2 * rows * groups * width, 2 * rows * (2 * heads + 2 * groups) * width + 4 * rows * width  # bytes
-  assert kernel.nbytes == pytest.approx(position * filled + new, rel=0.01)
-  assert whole.nbytes == pytest.approx(position * length + new, rel=0.01)
+  layers = (array(prompts, groups, prompt, width),) * 2
+  sharing = models.SharedPrompts(layers, integers(prompts), integers(prompts, 4), integers(rows), integers(rows))
+  traced = jax.jit(attend).trace(angles, sharing if shared else None, *new, (cache, cache), integers(rows))
+  kernels, whole = (_jaxpr_costs.count_traced(traced.jaxpr, filled=n)[1] for n in (filled, None))
+  position, token = 2 * 2 * groups * width, 2 * rows * (heads + 2 * groups) * width + 4 * rows * width  # bytes
+  out, parts = 2 * rows * heads * width, 4 * rows * heads * (width + 1) * shared
+  assert len(kernels) == 1 + shared
+  assert kernels[-1].flops == 2 * 2 * rows * heads * width * filled
+  assert kernels[-1].nbytes == pytest.approx(rows * position * filled + token + out + parts, rel=0.001)
+  assert whole[-1].nbytes - kernels[-1].nbytes == rows * position * (length - filled)
+  if shared:
+    assert kernels[0].flops == 2 * 2 * prompts * 4 * heads * width * prompt
+    assert kernels[0].nbytes == pytest.approx(prompts * position * prompt + token + parts, rel=0.001)
 
 
 def test_cudnns_kernel_skips_what_no_token_sees():

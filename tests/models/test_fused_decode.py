@@ -11,7 +11,6 @@ import pytest
 from async_rl import models
 from async_rl import rollout
 from async_rl.models import _fused_decode
-from async_rl.models._fused_decode import rotate_and_store
 from async_rl.models._fused_decode import rotate_store_and_attend
 from async_rl.models._layers import Norms
 from async_rl.models._layers import RMSNorm
@@ -35,8 +34,8 @@ def rotation(normed):
   return Rotation(Norms(), *(norms if normed else (None, None)), normal(2, ROWS, WIDTH // 2))
 
 
-def step_slowly(q, k, v, kv, entries, rotation, scale):
-  """Rotated queries, attention's output, and the cache with the token, in float64; row by row and head by head."""
+def step_slowly(q, k, v, kv, entries, rotation, scale, prompts=None):
+  """Attention's output, and the cache with the token, in float64; row by row and head by head."""
 
   def rotated(x, norm):
     x = x.astype(np.float64)
@@ -47,17 +46,19 @@ def step_slowly(q, k, v, kv, entries, rotation, scale):
 
   q, k, kv = rotated(q, rotation.q_norm), rotated(k, rotation.k_norm), [x.astype(np.float64) for x in kv]
   out = np.zeros_like(q)
-  for row, entry in enumerate(entries):
-    if entry < 0:
-      q[row] = 0
-      continue
+  for row in np.flatnonzero(entries >= 0):
     for cache, new in zip(kv, (k, v), strict=True):
-      cache[row, :, entry] = new[row]
+      cache[row, :, entries[row]] = new[row]
     for head in range(q.shape[1]):
-      keys, values = (x[row, head // (q.shape[1] // k.shape[1]), : entry + 1] for x in kv)
-      weights = np.exp(scale * keys @ q[row, head])
-      out[row, head] = weights @ values / weights.sum()
-  return q, out, kv
+      group = head // (q.shape[1] // k.shape[1])
+      seen = [x[row, group, : entries[row] + 1] for x in kv]
+      if prompts is not None:
+        prompt = np.flatnonzero((prompts.rows == row).any(1))[0]
+        before = [x[prompt, group, : prompts.lengths[prompt]] for x in prompts.layers]
+        seen = [np.concatenate(parts) for parts in zip(before, seen, strict=True)]
+      weights = np.exp(scale * seen[0] @ q[row, head])
+      out[row, head] = weights @ seen[1] / weights.sum()
+  return out, kv
 
 
 def make_step(queries, length=LENGTH):
@@ -65,36 +66,37 @@ def make_step(queries, length=LENGTH):
   return q, k, v, (normal(6, ROWS, GROUPS, length, WIDTH), normal(7, ROWS, GROUPS, length, WIDTH))
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("queries", [2, 3])  # of a key
-@pytest.mark.parametrize("axes", [None, {"fsdp": 2, "tensor": 2}], ids=str)
-def test_it_norms_rotates_and_stores(axes, queries, normed):
-  entries = np.array([0, 11, -1, 3], np.int32)
-  mesh = axes and rollout.make_mesh(jax.devices()[:4], **axes)
-  step = make_step(queries)
-  store = lambda *arrays: rotate_and_store(*arrays, rotation(normed), mesh=mesh, interpret=True)
-  got_q, got = jax.jit(store)(*step, entries)
-  expected_q, _, expected = step_slowly(*step, entries, rotation(normed), 1.0)
-  for x, y in zip((got_q, *got), (expected_q, *expected), strict=True):
-    np.testing.assert_allclose(x, y, atol=2e-6)
+def make_prompts(devices):
+  """Four prompts of up to three samples: the first has rows 1 and 0, the third row 3; the others none, or nothing."""
+  rows = np.array([[1, ROWS, 0], [ROWS] * 3, [ROWS, 3, ROWS], [2, ROWS, ROWS]], np.int32)
+  if devices:  # that have half of the rows and of the prompts each
+    rows = np.where(rows < ROWS, rows % (ROWS // 2), ROWS // 2).astype(np.int32)
+  layers = normal(8, 4, GROUPS, 40, WIDTH), normal(9, 4, GROUPS, 40, WIDTH)
+  nothing = np.zeros(ROWS, np.int32)
+  return models.SharedPrompts(layers, np.array([40, 0, 17, 0], np.int32), rows, nothing, nothing)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("queries", [1, 3, 17])  # of a key
+@pytest.mark.parametrize(("queries", "normed"), [(1, False), (3, True), (17, True)])  # of a key
 @pytest.mark.parametrize("axes", [None, {"fsdp": 2, "tensor": 2}], ids=str)
-def test_it_attends_to_what_was_there_and_to_the_token(axes, queries, splits, monkeypatch):
+@pytest.mark.parametrize("shared", [False, True])
+def test_it_stores_the_token_and_attends_to_all_so_far(shared, axes, queries, normed, splits, monkeypatch):
   monkeypatch.setattr(_fused_decode, "BLOCK", 8)
+  monkeypatch.setattr(_fused_decode, "_QUERIES", 40)  # 3 queries of all samples, or 17 of two of them
   monkeypatch.setattr(_fused_decode, "_SPLIT", 32 // splits)
-  length = 32 if splits > 1 else 31  # at most one more than whole blocks, and a block that is not whole
+  length = 32 if splits > 1 else 31
   entries = np.array([0, length - 1, -1, 17], np.int32)
   mesh = axes and rollout.make_mesh(jax.devices()[:4], **axes)
   step = make_step(queries, length)
-  attend = lambda *arrays: rotate_store_and_attend(*arrays, rotation(True), scale=0.3, mesh=mesh, interpret=True)
-  traced = jax.jit(attend).trace(*step, entries)
+  attend = lambda *arrays: rotate_store_and_attend(
+    *arrays[:-1], rotation(normed), scale=0.3, prompts=arrays[-1], mesh=mesh, interpret=True
+  )
+  given = *step, entries, make_prompts(axes) if shared else None
+  traced = jax.jit(attend).trace(*given)
   assert f"grid=({GROUPS // (2 if axes else 1)}, {ROWS // (2 if axes else 1)}, {splits})" in str(traced.jaxpr)
-  got_out, got = traced.lower().compile()(*step, entries)
-  _, expected_out, expected = step_slowly(*step, entries, rotation(True), 0.3)
-  for x, y in zip((got_out, *got), (expected_out, *expected), strict=True):
+  out, kv = traced.lower().compile()(*given)
+  expected = step_slowly(*step, entries, rotation(normed), 0.3, make_prompts(None) if shared else None)
+  for x, y in zip((out, *kv), (expected[0], *expected[1]), strict=True):
     np.testing.assert_allclose(x, y, atol=3e-6)
 
 
@@ -109,16 +111,17 @@ def test_it_reads_nothing_behind_a_row_s_entry_nor_of_rows_that_are_not_wanted()
 
 
 @pytest.mark.usefixtures("lowers_for_gpus")
-@pytest.mark.parametrize("kernel", [rotate_and_store, functools.partial(rotate_store_and_attend, scale=0.3)])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("length", [LENGTH, 1024])  # rows in one piece and split
-def test_it_becomes_one_kernel_that_writes_into_the_cache(kernel, length):
+def test_it_becomes_kernels_for_gpus_that_write_into_the_cache(length, shared):
   array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
   cache = array(ROWS, GROUPS, length, WIDTH)
   arrays = (array(ROWS, 4, WIDTH), array(ROWS, GROUPS, WIDTH), array(ROWS, GROUPS, WIDTH), (cache, cache))
-  step = lambda *arrays: kernel(*arrays, rotation(normed=True))
-  traced = jax.jit(step).trace(*arrays, jax.ShapeDtypeStruct((ROWS,), jnp.int32))
+  prompts = make_prompts(None)._replace(layers=(array(4, GROUPS, 40, WIDTH),) * 2) if shared else None
+  step = lambda *arrays: rotate_store_and_attend(*arrays[:-1], rotation(True), scale=0.3, prompts=arrays[-1])
+  traced = jax.jit(step).trace(*arrays, jax.ShapeDtypeStruct((ROWS,), jnp.int32), prompts)
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
+  assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == (2 if shared else 1)
   assert text.count("output_operand_alias<") == 2
 
 
@@ -131,7 +134,7 @@ def test_a_policy_on_gpus_decodes_with_it_as_without(qk_norm, monkeypatch):
   live = np.array([True, True, False, True])
   step = params, np.arange(ROWS, dtype=np.int32), np.array([0, 11, 3, 3], np.int32), cache, None, live
   expected = jax.jit(policy.decode)(*step)
-  monkeypatch.setattr(models.Policy, "cache_backend", "cudnn")
+  monkeypatch.setattr(models.Policy, "cache_backend", "triton")
   traced = jax.jit(policy.decode).trace(*step)
   assert str(traced.jaxpr).count("name=rotate_store_and_attend") == config.num_layers
   hidden, got = traced.lower().compile()(*step)

@@ -18,10 +18,10 @@ from async_rl.models import _fused_decode
 SIZED = dataclasses.replace(CONFIG, slots=32, max_new_tokens=12)  # the last samples move into a cache of 8 rows
 
 
-def drawn(mesh=None):
+def drawn(mesh=None, shared=False):
   config = dataclasses.replace(make()[0].config, head_dim=32)
   policy = models.Policy(config, dtype="float32", attention="xla")
-  engine = sampling.Engine(policy, SIZED, STOPS, pad_id=0, mesh=mesh)
+  engine = sampling.Engine(policy, dataclasses.replace(SIZED, shared_prompts=shared), STOPS, pad_id=0, mesh=mesh)
   engine.set_weights(jax.jit(policy.init)(jax.random.key(0)), 3)
   return engine, sampling.generate(engine, requests_of(range(16))) + sampling.generate(engine, requests_of(range(3)))
 
@@ -31,15 +31,16 @@ def expected():
   return drawn()[1]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
-def test_samples_and_their_logprobs_are_those_of_plain_attention(axes, expected, monkeypatch):
-  monkeypatch.setattr(models.Policy, "cache_backend", "cudnn")
+def test_samples_and_their_logprobs_are_those_of_plain_attention(axes, shared, expected, monkeypatch):
+  monkeypatch.setattr(models.Policy, "cache_backend", "triton")
   monkeypatch.setattr(_fused_decode, "BLOCK", 8)
   kernel, layers = _fused_decode.rotate_store_and_attend, []
-  counted = lambda *arrays, **options: layers.append(arrays) or kernel(*arrays, **options)
+  counted = lambda *arrays, **options: layers.append(options) or kernel(*arrays, **options)
   monkeypatch.setattr(_fused_decode, "rotate_store_and_attend", counted)
   devices = np.array(jax.devices()[: np.prod(list(axes.values()))]).reshape(tuple(axes.values()))
-  engine, got = drawn(models.named_mesh(devices, tuple(axes)))
+  engine, got = drawn(models.named_mesh(devices, tuple(axes)), shared)
   assert engine.cache_shape[0] == (8 if axes["data"] == 1 else 32)
-  assert layers
+  assert {options["prompts"] is not None for options in layers} == {shared}
   same(got, expected, exact=False)
