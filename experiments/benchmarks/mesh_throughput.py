@@ -164,15 +164,22 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 def measure_runs(count: int, args: argparse.Namespace, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields the rows of the runs on a machine with `count` devices, as many of them at a time as have devices."""
+  """Yields the rows of the runs on a machine with `count` devices, as many of them at a time as have devices.
+
+  The row of a run that fails has the message in place of figures.
+  """
   machine = Machine(count)
 
   def train_when_free(number: int, run: Run) -> dict[str, Any]:
     with machine.lend(run.devices) as devices:
-      return train(run, args, folder / str(number), devices)
+      try:
+        return train(run, args, folder / str(number), devices)
+      except RuntimeError as error:
+        return {"run": run.name, "devices": run.devices, "failed": str(error)}
 
+  runs = [run for run in runs_of(count, args.lags) if any(word in run.name for word in args.only)]
   with futures.ThreadPoolExecutor(count) as pool:
-    yield from pool.map(train_when_free, itertools.count(), runs_of(count, args.lags))
+    yield from pool.map(train_when_free, itertools.count(), runs)
 
 
 def train(run: Run, args: argparse.Namespace, run_dir: pathlib.Path, devices: Sequence[int]) -> dict[str, Any]:
@@ -250,8 +257,9 @@ def measure_sampler(count: int, args: argparse.Namespace) -> dict[str, Any]:
 def compare(result: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
   """Yields for every run on split devices the seconds of a step if the slower side never waited, and the multiple."""
   rates = {row["devices"]: row["tokens/s"] for row in result["sampler"]}
-  learning = {row["devices"]: row["learning"] for row in result["runs"] if row["run"] == "sync"}
-  for row in result["runs"]:
+  runs = [row for row in result["runs"] if "failed" not in row]
+  learning = {row["devices"]: row["learning"] for row in runs if row["run"] == "sync"}
+  for row in runs:
     half = row["devices"] // 2
     if "split" in row["run"] and half in rates and half in learning:
       sides = {"sampling": row["tokens"] / rates[half], "learning": learning[half]}
@@ -291,6 +299,9 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--gsm8k-folder", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
   parser.add_argument("--steps", type=int, help="of every run; default 28, with --smoke 9")
   parser.add_argument("--lags", type=int, nargs="+", default=(4,), help="bounds of the lag of split devices")
+  parser.add_argument(
+    "--only", nargs="+", default=("",), help="words of which a run has one in its name: sync, split, ..."
+  )
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_throughput.json"))
@@ -324,6 +335,8 @@ def main(arguments: list[str] | None = None) -> None:
   if "learner" in args.parts:
     cases = [(size, axis) for size in sizes for axis in (("data", "fsdp") if size > 1 else ("data",))]
     report("learner", (measure_learner(size, axis, args.smoke) for size, axis in cases))
+  if failed := [row["run"] for row in result["runs"] if "failed" in row]:
+    sys.exit(f"These runs failed, with the messages above: {'; '.join(failed)}.")
 
 
 def _ask(question: str) -> str:

@@ -1,7 +1,9 @@
 """The benchmark of whole runs: what it reads off the metrics, and how it lends devices."""
 
+import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -43,6 +45,22 @@ def test_a_split_is_compared_with_its_slower_side():
   found = list(mesh_throughput.compare({"runs": runs, "sampler": sampler}))
   assert [(row["devices"], row["sampling"], row["learning"]) for row in found] == [(2, 0.6, 0.5), (4, 0.1, 0.3)]
   assert [row["ratio"] for row in found] == pytest.approx([1.5, 3.0])
+
+
+def test_a_run_that_fails_leaves_the_others_their_rows(tmp_path, monkeypatch):
+  options = types.SimpleNamespace(smoke=True, lags=[4], only=["sync", "split"], steps=1)
+
+  def command(_, given):
+    return [sys.executable, "-c", "" if given.get("mode") == "sync" else "raise SystemExit('no memory')"]
+
+  monkeypatch.setattr(mesh_throughput, "_command", command)
+  monkeypatch.setattr(mesh_throughput, "read_metrics", lambda path: [row(1.0)] * 9)
+  rows = list(mesh_throughput.measure_runs(2, options, tmp_path))
+  assert [(row["run"], row["devices"], "failed" in row) for row in rows] == [
+    ("sync", 1, False), ("sync", 2, False), ("async, split, lag 4", 2, True)
+  ]  # fmt: skip
+  assert "no memory" in rows[2]["failed"]
+  assert list(mesh_throughput.compare({"runs": rows, "sampler": [{"devices": 1, "tokens/s": 1.0}]})) == []
 
 
 def test_who_needs_few_devices_does_not_overtake_who_needs_many():
