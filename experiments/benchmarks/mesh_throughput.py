@@ -177,7 +177,7 @@ def measure_runs(count: int, args: argparse.Namespace, folder: pathlib.Path) -> 
       except RuntimeError as error:
         return {"run": run.name, "devices": run.devices, "failed": str(error)}
 
-  runs = [run for run in runs_of(count, args.lags) if any(word in run.name for word in args.only)]
+  runs = [run for run in runs_of(count, args.lags) if not args.only or {*args.only} & {*run.name.split(", ")}]
   with futures.ThreadPoolExecutor(count) as pool:
     yield from pool.map(train_when_free, itertools.count(), runs)
 
