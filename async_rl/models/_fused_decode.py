@@ -29,9 +29,8 @@ from async_rl.models._shared_attention import SharedPrompts
 
 Array = jax.Array
 
-#: Positions that a program of a kernel reads at once, and how many such blocks are on their way.
+#: Positions that a program of a kernel reads at once.
 BLOCK = 32
-_STAGES = 4
 #: Programs below which a row's positions are split among several, and the positions that each then has at least.
 _PROGRAMS = 256
 _SPLIT = 128
@@ -350,4 +349,5 @@ def _part(count: Array, split: Array, splits: int) -> tuple[Array, Array]:
 
 
 def _compiler_params(tile: int, width: int) -> plgpu.CompilerParams:
-  return plgpu.CompilerParams(num_warps=min(8, max(1, tile * width // 2048)), num_stages=_STAGES)
+  stages = min(4, 512 // width)  # blocks on their way, of keys and values: 64 KiB of shared memory
+  return plgpu.CompilerParams(num_warps=min(8, max(1, tile * width // 2048)), num_stages=stages)
