@@ -199,17 +199,17 @@ def measure_tail(policy: Policy, params: Params, case: Case, chunk: int, bandwid
   lengths = np.zeros((case.slots // case.group, case.group), np.int64)
   for completion in done:
     lengths[completion.ticket, completion.sample] = len(completion.tokens)
-  for step in range(chunk, lengths.max()):
+  longest = max(len(completion.tokens) for completion in done)
+  for step in range(chunk, longest):
     live = lengths > step
     prompts = live.any(1).sum() if case.shared else live.sum()
     floor += floor_of(policy, params, prompts * case.prompt + live.sum() * step, bandwidth)
-  steps = int(lengths.max()) - chunk
   return {
     "shared_prompts": case.shared,
     "slots": case.slots,
     "mean_length": round(float(lengths.mean()), 1),
-    "longest": int(lengths.max()),
-    "ms_per_step": round(1e3 * seconds / steps, 3),
+    "longest": longest,
+    "ms_per_step": round(1e3 * seconds / (longest - chunk), 3),
     "ratio_to_floor": round(seconds / floor, 2),
     "tokens_per_s": round(float(np.maximum(lengths - chunk, 0).sum()) / seconds),
   }
