@@ -1,7 +1,8 @@
 """The studies of a second task, sorting of 16 digits (`sort16`), and a second size, `ch4` twice as wide (`ch4wide`).
 
-What methods lose there to sync stands beside what they lose on the task that the advice comes from. `starts.csv` holds
-how the warm starts ended, as the command printed it.
+What methods lose there to sync stands beside what they lose on the task that the advice comes from. Sorting was studied
+twice, the second time on other seeds at lower rates. `starts.csv` holds how the warm starts ended, as the command
+printed it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
 
 TASK = reports.RESULTS / "second_task"
+LOWER = reports.RESULTS / "lower_rates"
 SIZE = reports.RESULTS / "second_size"
 #: The seeds on which they tried rates, and those that they report.
 TASK_TRIED, TASK_REPORTED = range(4100, 4103), range(4000, 4020)
+LOWER_TRIED, LOWER_REPORTED = range(4500, 4503), range(4400, 4420)
 SIZE_TRIED, SIZE_REPORTED = range(4300, 4303), range(4200, 4220)
 
 #: The correction that the others are compared with.
 BEST = "TOPR"
+#: What exact OPOB is added to, and the name of both together.
+PLAIN, WITH_OPOB = "sequence PPO, momentum .97", "sequence PPO + OPOB, exact, momentum .97"
 #: The accuracy that a warm start must have for its runs to count where poor starts are left out.
 LEAST = 0.15
 
@@ -65,7 +70,8 @@ def poor(folder: pathlib.Path) -> list[int]:
 def starts_table() -> str:
   """Returns a row per study: how its warm starts ended, and which are poor."""
   rows = []
-  for title, folder in (("sorting of 16", TASK), ("sums, twice the width", SIZE)):
+  titles = {TASK: "sorting of 16", LOWER: "sorting of 16, lower rates", SIZE: "sums, twice the width"}
+  for folder, title in titles.items():
     found = starts(folder)
     updates, accuracies = zip(*found.values(), strict=True)
     below = ", ".join(f"{seed} ({number(found[seed].accuracy, 3)})" for seed in poor(folder))
@@ -85,6 +91,18 @@ def task_tried() -> Table:
 def task() -> paired.Study:
   """Returns the study of sorting."""
   return paired.Study(Table.of(Results(TASK), "sort16", TASK_REPORTED), [task_tried()])
+
+
+@functools.cache
+def lower_tried() -> Table:
+  """Returns the runs of sorting that tried lower rates."""
+  return Table.of(Results(LOWER), "sort16", LOWER_TRIED)
+
+
+@functools.cache
+def lower() -> paired.Study:
+  """Returns the study of sorting at lower rates."""
+  return paired.Study(Table.of(Results(LOWER), "sort16", LOWER_REPORTED), [lower_tried()])
 
 
 @functools.cache
@@ -108,7 +126,7 @@ def size(all_starts: bool = True) -> paired.Study:
 
 def counts() -> str:
   """Returns what the studies hold, as a sentence."""
-  runs = sum(study.fresh.accuracy.size for study in (task(), size()))
+  runs = sum(study.fresh.accuracy.size for study in (task(), lower(), size()))
   return f"{runs} runs on fresh seeds, 20 of each configuration; {comparisons()} comparisons."
 
 
@@ -129,9 +147,9 @@ def _minus_best(study: paired.Study, config: tuple[str, int, float]) -> np.ndarr
 
 
 def comparisons() -> int:
-  """Returns the number of differences that are shown, to sync and to `BEST`; those without poor starts count, too."""
-  count = 0
-  for study in (task(), size(), size(all_starts=False)):
+  """Returns the number of differences that are shown: to sync, to `BEST`, those without poor starts, and by OPOB."""
+  count = len(_by_opob())
+  for study in (task(), lower(), size(), size(all_starts=False)):
     configs = _configs(study)
     count += len(configs) - 1 + sum(_minus_best(study, config) is not None for config in configs)
   return count
@@ -140,6 +158,30 @@ def comparisons() -> int:
 def task_table() -> str:
   """Returns the table of sorting."""
   return differences({"": task()})
+
+
+def lower_table() -> str:
+  """Returns the table of sorting at lower rates."""
+  return differences({"": lower()})
+
+
+def _by_opob() -> dict[tuple[int, float], np.ndarray]:
+  """Returns what exact OPOB adds in sorting at lower rates, by the lags and rates that ran with it and without, [S]."""
+  study = lower()
+  found: dict[tuple[int, float], np.ndarray] = {}
+  for lag in study.rows:
+    shared = study.fresh.rates(PLAIN, lag).keys() & study.fresh.rates(WITH_OPOB, lag).keys()
+    found |= {(lag, rate): study.accuracy(WITH_OPOB, lag, rate) - study.accuracy(PLAIN, lag, rate) for rate in shared}
+  return found
+
+
+def opob_table() -> str:
+  """Returns a row per lag: what exact OPOB adds to PPO on sequence ratios in sorting at lower rates."""
+  rows = [
+    [str(lag), WITH_OPOB, PLAIN, rate_text(rate), verdict(values, comparisons())]
+    for (lag, rate), values in _by_opob().items()
+  ]
+  return grid(["lag", "method", "minus", "rate", "difference"], rows)
 
 
 def size_table() -> str:

@@ -231,7 +231,7 @@ def columns() -> list[second.Column]:
   return [
     second.Column("sums, .64M parameters", studies(), RATES_OF_SUMS, comparisons()),
     second.Column.of("sums, 2.5M parameters", second.size(), second.comparisons()),
-    second.Column.of("sorting, .64M parameters", second.task(), second.comparisons()),
+    second.Column.of("sorting, .64M parameters", second.lower(), second.comparisons()),
   ]
 
 
@@ -271,7 +271,11 @@ TABLES: dict[str, Callable[[], str]] = {
   "second task": second.task_table,
   "second task, rates, lag 10": lambda: reports.by_rate(second.task_tried(), 10),
   "second task, rates, lag 32": lambda: reports.by_rate(second.task_tried(), 32),
-  "second task, diagnostics": lambda: second.task().diagnostics((0, 10, 32)),
+  "lower rates": second.lower_table,
+  "lower rates, OPOB": second.opob_table,
+  "lower rates, rates, lag 10": lambda: reports.by_rate(second.lower_tried(), 10),
+  "lower rates, rates, lag 32": lambda: reports.by_rate(second.lower_tried(), 32),
+  "lower rates, diagnostics": lambda: second.lower().diagnostics((0, 10, 32)),
   "second size": second.size_table,
   "second size, rates": lambda: reports.by_rate(second.size_tables(all_starts=False)[0], 10, intervals=False),
   "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),

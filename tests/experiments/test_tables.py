@@ -170,6 +170,7 @@ def test_the_plan_of_sorting_makes_what_its_file_has():
   ("name", "folder", "tried", "reported"),
   [
     ("second_task", second.TASK, second.TASK_TRIED, second.TASK_REPORTED),
+    ("lower_rates", second.LOWER, second.LOWER_TRIED, second.LOWER_REPORTED),
     ("second_size", second.SIZE, second.SIZE_TRIED, second.SIZE_REPORTED),
   ],
 )
@@ -184,14 +185,30 @@ def test_the_plans_of_a_second_task_and_size_make_what_their_files_have(name, fo
   assert not set(tried) & set(reported)
 
 
-@pytest.mark.parametrize("study", [second.task, second.size, lambda: second.size(all_starts=False)])
+@pytest.mark.parametrize("study", [second.task, second.lower, second.size, lambda: second.size(all_starts=False)])
 def test_every_method_of_a_second_task_and_size_ran_at_the_rate_that_its_own_tries_chose(study):
   assert all(row.chosen for rows in study().rows.values() for row in rows)
 
 
+def test_no_rate_of_sorting_at_lower_rates_is_at_an_edge():
+  rows = [row for rows in second.lower().rows.values() for row in rows]
+  assert len(rows) == 14
+  assert not any(row.edge for row in rows)  # the page says so
+
+
+def test_what_opob_adds_is_paired_by_seed():
+  study = second.lower()
+  rates = {lag: study.fresh.rates(second.WITH_OPOB, lag) for lag in (10, 32)}
+  lines = second.opob_table().splitlines()[2:]
+  for line, (lag, found) in zip(lines, rates.items(), strict=True):
+    (rate,) = found
+    values = study.minus_sync(second.WITH_OPOB, lag, rate) - study.minus_sync(second.PLAIN, lag, rate)
+    assert line.endswith(f"| {intervals.verdict(values, second.comparisons())} |")
+
+
 def test_poor_starts_are_left_out_by_the_start_alone():
   assert second.poor(second.SIZE) == [4211, 4300]
-  assert second.poor(second.TASK) == []
+  assert second.poor(second.TASK) == second.poor(second.LOWER) == []
   every, rest = second.size(), second.size(all_starts=False)
   assert set(every.fresh.seeds) - set(rest.fresh.seeds) == {4211}
   assert every.fresh.configs == rest.fresh.configs  # so that 4300 chose no rate
@@ -200,7 +217,7 @@ def test_poor_starts_are_left_out_by_the_start_alone():
 
 
 def test_the_comparisons_of_a_second_task_and_size_are_those_shown():
-  shown = [second.task_table(), second.size_table()]
+  shown = [second.task_table(), second.lower_table(), second.opob_table(), second.size_table()]
   cells = [cell for text in shown for line in text.splitlines()[2:] for cell in line.split("|")[5:] if "±" in cell]
   assert len(cells) == second.comparisons()
   assert f"{len(cells)} comparisons" in second.counts()
