@@ -104,6 +104,7 @@ def rotate_store_and_attend(
   return call(*rows, scales, prompts)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered for one layer, and not for each
 def _call(
   scale: float, eps: float, interpret: bool, q: Array, k: Array, v: Array, keys: Array, values: Array, entries: Array,
   cos: Array, sin: Array, scales: list[Array], prompts: SharedPrompts | None,

@@ -136,7 +136,7 @@ def test_a_policy_on_gpus_decodes_with_it_as_without(qk_norm, monkeypatch):
   expected = jax.jit(policy.decode)(*step)
   monkeypatch.setattr(models.Policy, "cache_backend", "triton")
   traced = jax.jit(policy.decode).trace(*step)
-  assert str(traced.jaxpr).count("name=rotate_store_and_attend") == config.num_layers
+  assert str(traced.jaxpr).count("name=rotate_store_and_attend") == 1  # in a function that all layers call
   hidden, got = traced.lower().compile()(*step)
   assert np.isfinite(hidden).all()
   wanted = lambda hidden, cache: jax.tree.map(lambda x: x[live], (hidden, cache))
