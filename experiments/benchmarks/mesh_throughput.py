@@ -56,6 +56,7 @@ from experiments.benchmarks.stabilizer_cost import make_batch
 
 MEAN_LENGTH = 62
 PARTS = ("starts", "runs", "sampler", "learner")
+WORDS = ("sync", "async", "colocated", "split")  # of which the name of a run has some
 TINY = models.ModelConfig(
   vocab_size=800, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, tie_embeddings=True
 )
@@ -177,7 +178,7 @@ def measure_runs(count: int, args: argparse.Namespace, folder: pathlib.Path) -> 
       except RuntimeError as error:
         return {"run": run.name, "devices": run.devices, "failed": str(error)}
 
-  runs = [run for run in runs_of(count, args.lags) if not args.only or {*args.only} & {*run.name.split(", ")}]
+  runs = [run for run in runs_of(count, args.lags) if {*args.only} & {*run.name.split(", ")}]
   with futures.ThreadPoolExecutor(count) as pool:
     yield from pool.map(train_when_free, itertools.count(), runs)
 
@@ -299,9 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--gsm8k-folder", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
   parser.add_argument("--steps", type=int, help="of every run; default 28, with --smoke 9")
   parser.add_argument("--lags", type=int, nargs="+", default=(4,), help="bounds of the lag of split devices")
-  parser.add_argument(
-    "--only", nargs="+", default=("",), help="words of which a run has one in its name: sync, split, ..."
-  )
+  parser.add_argument("--only", nargs="+", choices=WORDS, default=WORDS, help="kinds of runs to make; all by default")
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_throughput.json"))

@@ -1,5 +1,6 @@
 """The benchmark of whole runs: what it reads off the metrics, and how it lends devices."""
 
+import json
 import sys
 import threading
 import time
@@ -61,6 +62,23 @@ def test_a_run_that_fails_leaves_the_others_their_rows(tmp_path, monkeypatch):
   ]  # fmt: skip
   assert "no memory" in rows[2]["failed"]
   assert list(mesh_throughput.compare({"runs": rows, "sampler": [{"devices": 1, "tokens/s": 1.0}]})) == []
+
+
+@pytest.mark.parametrize(
+  ("only", "expected"),
+  [
+    ([], ["sync"] * 2 + ["async, colocated, lag 2"] * 2 + ["async, split, lag 2", "async, split, lag 3"]),
+    (["--only", "sync"], ["sync"] * 2),
+    (["--only", "split", "sync"], ["sync"] * 2 + ["async, split, lag 2", "async, split, lag 3"]),
+  ],
+)
+def test_all_runs_are_made_but_where_kinds_are_asked_for(only, expected, tmp_path, monkeypatch):
+  (tmp_path / "train.jsonl").touch()
+  monkeypatch.setattr(mesh_throughput, "_ask", lambda question: "cpu")
+  monkeypatch.setattr(mesh_throughput, "train", lambda run, *_: {"run": run.name, "devices": 1, "learning": 1.0})
+  given = ["--smoke", "--parts", "runs", "--lags", "2", "3", "--gsm8k-folder", tmp_path, "--out", tmp_path / "out"]
+  mesh_throughput.main([*map(str, given), *only])
+  assert sorted(row["run"] for row in json.loads((tmp_path / "out").read_text())["runs"]) == sorted(expected)
 
 
 def test_who_needs_few_devices_does_not_overtake_who_needs_many():
