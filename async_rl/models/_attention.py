@@ -197,10 +197,10 @@ def cache_backend(
 ) -> str:  # fmt: skip
   """Returns the backend that `cache_attention` uses where `self_attention` uses `backend`.
 
-  "ragged" takes what `cache_arrays` can fill up. "cudnn" takes half precision, without windows and soft-caps: "triton"
-  stands for a kernel of this project that does more than attend, see `Policy.decode`, for heads whose width is a power
-  of 2 up to 256; cuDNN's own takes other multiples of 8. All layers of a model must use such a kernel or none, since
-  they want the cache position by position in memory. Everything else is "xla".
+  "ragged" takes what `cache_arrays` can fill up. "cudnn" takes half precision, without windows and soft-caps. For heads
+  whose width is a power of 2 from 32 to 256 it is "triton", a kernel of this project that does more than attend, see
+  `Policy.decode`; for those of other multiples of 8 it is cuDNN's own. All layers of a model must use such a kernel or
+  none, since they want the cache position by position in memory. Everything else is "xla".
   """
   if backend == "ragged":
     return "ragged" if _ragged_array(num_kv_heads, head_dim, dtype, mesh) else "xla"
@@ -269,7 +269,11 @@ def cache_attention(
 
   Returns:
     [B, H, d] in q's dtype.
+
+  Raises:
+    ValueError: for any other *backend*.
   """
+  check_choice("backend", backend, ("xla", "cudnn", "ragged"))
   if backend != "xla":
     kernel = _cache_kernel(backend, q.shape[1] // num_kv_heads, scale, window, softcap)
     if mesh is not None:

@@ -2,8 +2,8 @@
 
 The kernel norms and rotates queries and keys, stores the new keys and values into the cache, and attends to what the
 cache holds. XLA makes five kernels of all but the last, of some three microseconds each, however few rows there are;
-cuDNN's attention spends a third of a microsecond on each row and layer that has nothing to say. Where rows share
-prompts, a kernel before it attends to these, each read once for all queries of its rows.
+cuDNN's attention spends a fifth of a microsecond on each row and layer that has nothing to say. Where rows share
+prompts, a kernel before it attends to these, each read once for up to 64 queries of its rows.
 Letters of shapes: B rows, H query heads, N key/value heads, Q = H / N, S cached positions, d head width; G prompts of P
 positions with up to K rows each.
 """
@@ -30,7 +30,7 @@ from async_rl.models._shared_attention import SharedPrompts
 Array = jax.Array
 
 #: Positions that a program of a kernel reads at once.
-BLOCK = 32
+_BLOCK = 32
 #: Programs below which a row's positions are split among several, and the positions that each then has at least.
 _PROGRAMS = 256
 _SPLIT = 128
@@ -92,7 +92,7 @@ def rotate_store_and_attend(
     with the token.
   """
   norms = [norm for norm in (rotation.q_norm, rotation.k_norm) if norm is not None]
-  call = functools.partial(_call, scale, norms[0].eps if norms else 0.0, interpret)
+  call = functools.partial(_attend_on_device, scale, norms[0].eps if norms else 0.0, interpret)
   rows = (q, k, v, *kv, entries, jnp.cos(rotation.angles), jnp.sin(rotation.angles))
   scales = [norm.factors for norm in norms]
   if mesh is not None:
@@ -105,10 +105,11 @@ def rotate_store_and_attend(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced and lowered for one layer, and not for each
-def _call(
+def _attend_on_device(
   scale: float, eps: float, interpret: bool, q: Array, k: Array, v: Array, keys: Array, values: Array, entries: Array,
   cos: Array, sin: Array, scales: list[Array], prompts: SharedPrompts | None,
 ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
+  """Computes `rotate_store_and_attend` for the rows, heads and prompts of one device."""
   batch, heads, width = q.shape
   groups, length = k.shape[1], keys.shape[2]
   # One array, as the product that XLA makes of the three projections returns it.
@@ -136,7 +137,7 @@ def _call(
     @pl.when(entry >= 0)
     def _():
       queries = _read(of_token, jnp.zeros_like(members), members, eps)
-      key = _read(of_token, 0, heads + group, eps, scale=1).astype(key_ref.dtype)
+      key = _read(of_token, 0, heads + group, eps, norm=1).astype(key_ref.dtype)
       value = of_token[0][0, heads + groups + group, :].astype(value_ref.dtype)
 
       @pl.when(split == 0)
@@ -287,7 +288,7 @@ def _attend(
   """
 
   def attend_to_block(i: Array, state: _State) -> _State:
-    at = start + i * BLOCK + jnp.arange(BLOCK)
+    at = start + i * _BLOCK + jnp.arange(_BLOCK)
     seen, at = at < end, jnp.minimum(at, end - 1)
     logits = plgpu.dot(queries, key_ref[at, :].T) * (scale * _LOG2_E)
     logits = jnp.where(seen[None], logits, _LOW)
@@ -297,12 +298,12 @@ def _attend(
     more = plgpu.dot(weights.astype(values.dtype), values)
     return _State(high, state.total * shrink + jnp.sum(weights, axis=1), state.values * shrink[:, None] + more)
 
-  high, total, values = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(end - start, 0), BLOCK), attend_to_block, state)
+  high, total, values = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(end - start, 0), _BLOCK), attend_to_block, state)
   total = jnp.maximum(total, 1e-30)  # where there was no position
   return values / total[:, None], high + jnp.log2(total)
 
 
-def _read(of_token: Any, row: Array | int, head: Array, eps: float, scale: int = 0) -> Array:
+def _read(of_token: Any, row: Array | int, head: Array, eps: float, norm: int = 0) -> Array:
   """Returns heads of a token as they are normed and rotated, [..., d] for rows and heads [...], in their dtype.
 
   Args:
@@ -310,7 +311,7 @@ def _read(of_token: Any, row: Array | int, head: Array, eps: float, scale: int =
     row: the rows.
     head: the heads.
     eps: of the norms.
-    scale: which norm they have, if there are any: 0 or 1.
+    norm: which one they get, if there are any: 0 for that of queries, 1 for that of keys.
   """
   head_ref, cos_ref, sin_ref, *scale_refs = of_token
   half = cos_ref.shape[1]
@@ -325,7 +326,7 @@ def _read(of_token: Any, row: Array | int, head: Array, eps: float, scale: int =
   x, other = (at(head_ref, row, head, lanes).astype(jnp.float32) for lanes in (lanes, partners))
   if scale_refs:
     inverse = jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) / (2 * half) + eps)
-    x, other = (y * inverse * at(scale_refs[scale], lanes) for y, lanes in ((x, lanes), (other, partners)))
+    x, other = (y * inverse * at(scale_refs[norm], lanes) for y, lanes in ((x, lanes), (other, partners)))
   sign = jnp.where(lanes < half, -1.0, 1.0)
   sign = sign if jnp.ndim(head) == 0 else sign[None]
   rotated = x * at(cos_ref, row, lanes % half) + other * at(sin_ref, row, lanes % half) * sign
@@ -345,7 +346,7 @@ def _count_splits(programs: int, length: int) -> int:
 
 def _part(count: Array, split: Array, splits: int) -> tuple[Array, Array]:
   """Returns the first position of one of several parts of so many positions, and the first behind it."""
-  size = pl.cdiv(pl.cdiv(count, splits), BLOCK) * BLOCK
+  size = pl.cdiv(pl.cdiv(count, splits), _BLOCK) * _BLOCK
   return split * size, jnp.minimum(count, (split + 1) * size)
 
 

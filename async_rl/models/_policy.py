@@ -153,7 +153,7 @@ class Policy:
       cache: the keys and values of L layers, from `init_cache`.
       prompts: what several rows share; the cache then holds what follows it, from entry 0 on. Not changed.
       live: bool [B], the rows that are wanted; `None` for all. Of others the hidden states are finite and mean nothing;
-        kernels for GPUs neither read nor change their cache.
+        with the `cache_backend` "triton", nothing reads or changes their cache.
 
     Returns:
       The hidden states [B, D] that predict the next token, and the cache with this token in it.
@@ -177,11 +177,11 @@ class Policy:
       q, k = rotation(q, k)
       rows, new = jnp.arange(q.shape[0]), _attention.arrange(k, v, self._cache_arrays)
       kv = tuple(x.at[rows, :, entries].set(y.astype(x.dtype)) for x, y in zip(kv, new, strict=True))
-      attention = functools.partial(_attention.cache_attention, positions=entries, backend=self.cache_backend)
+      attention = functools.partial(_attention.cache_attention, backend=self.cache_backend)
       if shared is not None:
-        attention = functools.partial(_shared_attention.shared_attention, positions=computed, prompts=shared)
+        attention = functools.partial(_shared_attention.shared_attention, prompts=shared)
       out = attention(
-        q, kv,
+        q, kv, entries,
         num_kv_heads=self.config.num_kv_heads,
         scale=self._scale,
         window=self.config.sliding_window if local else None,

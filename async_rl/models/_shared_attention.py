@@ -1,7 +1,7 @@
 """Attention of decode steps to prompts that several rows of a cache share, which are read once for all of them.
 
-What a row sees is its prompt and its own part, which is all that follows. The softmax over both is put together from
-the softmaxes over each, by the sums of their exponentials.
+By XLA; `_fused_decode` has the kernels that do it on GPUs. What a row sees is its prompt and its own part, which is all
+that follows. The softmax over both is put together from the softmaxes over each, by the sums of their exponentials.
 
 Shapes: B rows of the cache, S positions of their own parts, G prompts of P positions with up to K rows each, H query
 heads, N key/value heads, d head width.
@@ -52,8 +52,8 @@ def check_shared(backend: str) -> None:
     )
   if backend == "cudnn":
     raise ValueError(
-      "shared_prompts=True is not for cuDNN's decode kernel, which heads get whose width is no power of 2; choose "
-      "attention='xla'."
+      "shared_prompts=True is not for cuDNN's decode kernel, which heads get whose width is no power of 2 from 32 to "
+      "256; choose attention='xla'."
     )
 
 

@@ -255,7 +255,6 @@ def _kernel(step: _Step, scope: _Scope) -> Operation:
     blocks *= (grid[-1] + 1) / (2 * grid[-1])  # blocks above the diagonal are skipped
   flops = sum(product_flops(eqn) for eqn in _all_eqns(params["jaxpr"]))
   nbytes = sum(x.nbytes for x in (*step.reads, *step.makes))
-  nbytes -= sum(2 * step.makes[out].nbytes for _, out in params["input_output_aliases"])  # a few entries are written
   return Operation(flops * blocks, nbytes, scope.times, "bfloat16")
 
 

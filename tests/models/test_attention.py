@@ -197,6 +197,32 @@ def test_auto_is_the_backend_of_the_device(platform, capability, head_dim, expec
 
 
 @pytest.mark.parametrize(
+  ("width", "changes", "expected"),
+  [
+    *(
+      (16, {}, "cudnn"),
+      (32, {}, "triton"),
+      (96, {}, "cudnn"),
+      (256, {}, "triton"),
+      (512, {}, "cudnn"),
+      (20, {}, "xla"),
+    ),
+    *((64, {"dtype": "float16"}, "triton"), (64, {"dtype": "float32"}, "xla")),
+    *((64, {"window": 8}, "xla"), (64, {"softcap": 5.0}, "xla")),
+  ],
+)
+def test_decode_steps_on_gpus_use_the_kernel_that_takes_the_heads(width, changes, expected):
+  heads = {"dtype": "bfloat16", "head_dim": width, "num_kv_heads": 2} | changes
+  assert _attention.cache_backend("cudnn", **heads) == expected
+  assert _attention.cache_backend("xla", **heads) == "xla"
+
+
+def test_attention_to_a_cache_that_already_holds_the_token_is_not_for_the_kernel_that_puts_it_there():
+  with pytest.raises(ValueError, match="backend. must be one of .* got backend='triton'"):
+    models.cache_attention(None, (), None, num_kv_heads=1, scale=1.0, backend="triton")
+
+
+@pytest.mark.parametrize(
   ("backend", "platform", "capability", "head_dim", "refused"),
   [
     ("ragged", "tpu", None, 128, None),

@@ -35,12 +35,21 @@ def expected():
 @pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
 def test_samples_and_their_logprobs_are_those_of_plain_attention(axes, shared, expected, monkeypatch):
   monkeypatch.setattr(models.Policy, "cache_backend", "triton")
-  monkeypatch.setattr(_fused_decode, "BLOCK", 8)
+  monkeypatch.setattr(_fused_decode, "_BLOCK", 8)
   kernel, layers = _fused_decode.rotate_store_and_attend, []
-  counted = lambda *arrays, **options: layers.append(options) or kernel(*arrays, **options)
+  dead = []
+
+  def counted(*arrays, **options):
+    layers.append(options)
+    jax.debug.callback(lambda entries: dead.append((np.asarray(entries) < 0).any()), arrays[4])
+    return kernel(*arrays, **options)
+
   monkeypatch.setattr(_fused_decode, "rotate_store_and_attend", counted)
   devices = np.array(jax.devices()[: np.prod(list(axes.values()))]).reshape(tuple(axes.values()))
   engine, got = drawn(models.named_mesh(devices, tuple(axes)), shared)
   assert engine.cache_shape[0] == (8 if axes["data"] == 1 else 32)
   assert {options["prompts"] is not None for options in layers} == {shared}
+  jax.effects_barrier()
+  assert {*dead} == {True, False}, "nothing is computed for slots in which no sample lives"
+  assert engine._cache.layers[0][0].format.layout.major_to_minor == (0, 2, 1, 3), "as the kernel reads it"
   same(got, expected, exact=False)
