@@ -11,6 +11,7 @@ positions with up to K rows each.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 from typing import NamedTuple
 
@@ -117,11 +118,12 @@ def _attend_on_device(
   token = _Token(new, cos, sin, scales, eps)
   parts = [] if prompts is None else _attend_to_prompts(token, prompts, heads // groups, scale, interpret)
   splits = _count_splits(batch * groups, length)
+  counts = len(token.arrays), len(parts), 2  # of references: to the token, to what prompts give, to the cache
 
   def kernel(entry_ref, *refs):
-    of_token, refs = refs[: len(token.arrays)], refs[len(token.arrays) :]
-    of_prompt, (old_key_ref, old_value_ref), refs = refs[: len(parts)], refs[len(parts) :][:2], refs[len(parts) + 2 :]
-    out_ref, key_ref, value_ref, *sum_refs = refs
+    rest = iter(refs)
+    of_token, of_prompt, (old_key_ref, old_value_ref) = (list(itertools.islice(rest, count)) for count in counts)
+    out_ref, key_ref, value_ref, *sum_refs = rest
     group, split, entry = pl.program_id(0), pl.program_id(2), entry_ref[0]
     # As many as a product on tensor cores has at least; those beyond the last are the last once more.
     members = jnp.minimum(jnp.arange(_tile(heads // groups)), heads // groups - 1) + group * (heads // groups)
@@ -222,10 +224,10 @@ def _attend_to_prompts(
       (places < taken * queries) & (sample < samples), rows_ref[prompt, jnp.minimum(sample, samples - 1)], batch
     )
     head = group * queries + places % queries
-    of_row = _read(of_token, jnp.minimum(row, batch - 1), head, token.eps)
+    query = _read(of_token, jnp.minimum(row, batch - 1), head, token.eps)
     zeros = jnp.zeros(tile, jnp.float32), jnp.zeros((tile, width), jnp.float32)
     nothing = _State(jnp.full(tile, _LOW, jnp.float32), *zeros)
-    out, sums = _attend(of_row, key_ref, value_ref, *_part(lengths_ref[prompt], split, splits), nothing, scale)
+    out, sums = _attend(query, key_ref, value_ref, *_part(lengths_ref[prompt], split, splits), nothing, scale)
     row = jnp.minimum(row, batch)
     out_ref[0, row, head, :] = out
     sum_ref[0, row, head] = sums

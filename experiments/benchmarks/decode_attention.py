@@ -158,8 +158,8 @@ def _scale(config: models.ModelConfig) -> float:
   return config.head_dim**-0.5
 
 
-def seconds_of(attend: Callable, step: Step, layers: list[Any], turns: int) -> tuple[float, list[Any]]:
-  """Returns the seconds of a layer, in a loop over all layers whose every call needs the one before, and the layers."""
+def seconds_of(attend: Callable, step: Step, layers: list[Any], turns: int) -> float:
+  """Returns the seconds of a layer, in a loop over all layers whose every call needs the one before."""
 
   @functools.partial(jax.jit, donate_argnums=1)
   def run(step: Step, layers: list[Any]) -> tuple[Array, list[Any]]:
@@ -179,7 +179,7 @@ def seconds_of(attend: Callable, step: Step, layers: list[Any], turns: int) -> t
     out, layers = run(step, layers)
     out.block_until_ready()
     best = min(best, time.perf_counter() - start)
-  return best / turns / len(layers), layers
+  return best / turns / len(layers)
 
 
 def exact_result(config: models.ModelConfig, step: Step, kv: Any, live: int) -> np.ndarray:
@@ -210,7 +210,7 @@ def measure(config: models.ModelConfig, case: Case, bandwidth: float, turns: int
     got = np.asarray(jax.jit(attend)(step, layers[0])[0][: case.live], np.float32)
     copies = jax.tree.map(jnp.copy, layers)  # the first call gives its layers away
     read = case.live * case.filled + case.prompt * (case.live // GROUP if shared else case.live)
-    seconds, floor = seconds_of(attend, step, copies, turns)[0], read * position / bandwidth
+    seconds, floor = seconds_of(attend, step, copies, turns), read * position / bandwidth
     yield {
       "slots": case.slots,
       "live": case.live,

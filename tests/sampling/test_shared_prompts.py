@@ -77,6 +77,13 @@ def test_keys_and_values_of_a_prompt_are_held_once():
   assert shared.cache_bytes == (2 * 320 + 16 * 64) * position
 
 
+def test_an_engine_whose_kernel_takes_no_shared_prompts_is_refused():
+  config = dataclasses.replace(make()[0].config, head_dim=24)
+  policy = models.Policy(config, dtype="bfloat16", attention="cudnn")
+  with pytest.raises(ValueError, match="shared_prompts=True is not for cuDNN's decode kernel"):
+    sampling.Engine(policy, SIZED, STOPS, pad_id=0)
+
+
 def test_groups_of_one_have_nothing_to_share():
   assert not dataclasses.replace(CONFIG, shared_prompts=True, group_size=1).shares_prompts
   config = dataclasses.replace(CONFIG, shared_prompts=True, group_size=1)
