@@ -35,6 +35,8 @@ _BLOCK = 32
 #: Programs below which a row's positions are split among several, and the positions that each then has at least.
 _PROGRAMS = 256
 _SPLIT = 128
+#: The most parts of a row: the decode kernel puts those of a prompt together one by one.
+_PARTS = 16
 #: Queries of a prompt that a program takes at most, if it is several samples.
 _QUERIES = 64
 _LOW = -1e30  # finite, so that no difference of two is NaN
@@ -342,7 +344,7 @@ def _tile(queries: int) -> int:
 
 def _count_splits(programs: int, length: int) -> int:
   """Returns among how many programs the positions of a row are split: a power of 2."""
-  wanted = min(_PROGRAMS // programs, length // _SPLIT)
+  wanted = min(_PROGRAMS // programs, length // _SPLIT, _PARTS)
   return 2 ** (max(wanted, 1).bit_length() - 1)
 
 
