@@ -5,7 +5,10 @@ all that does not change: jitted functions and compiled programs, never weights,
 """
 
 import copy
+import dataclasses
 import functools
+import types
+from collections.abc import Mapping
 
 import jax
 import pytest
@@ -26,7 +29,7 @@ class SharedPrograms:
 
   def learner(self, make, *args, **options):
     """Returns a new learner, as `make` does, with the jitted functions of the first one of the same arguments."""
-    key = (*map(hashable, args), *((name, hashable(value)) for name, value in options.items()))
+    key = (*map(comparable, args), *((name, comparable(value)) for name, value in options.items()))
     if key not in self._learners:  # with the objects whose identity is in the key, which must stay alive
       self._learners[key] = (make(*args, **options), args, options)
     learner = copy.copy(self._learners[key][0])
@@ -40,13 +43,31 @@ class SharedPrograms:
     jax.clear_caches()
 
 
-def hashable(value):
-  """The value if it can be part of a key, else its identity."""
+def comparable(value):
+  """What is equal for values that compute the same, so far as that can be told: else its identity.
+
+  Functions are the same if they have the same code and what they enclose and default to is the same, such as those of
+  two optimizers that were made alike.
+  """
+  if isinstance(value, types.FunctionType):
+    enclosed = [cell.cell_contents for cell in value.__closure__ or ()]
+    if any(part is value for part in enclosed):
+      return id(value)  # it calls itself
+    given = (value.__defaults__, value.__kwdefaults__)
+    return value.__code__, value.__module__, *map(comparable, (*enclosed, *given))
+  if isinstance(value, functools.partial):
+    return comparable(value.func), comparable(value.args), comparable(tuple(value.keywords.items()))
+  if isinstance(value, (tuple, list)):
+    return (type(value), *map(comparable, value))
+  if isinstance(value, Mapping):
+    return (Mapping, *((key, comparable(item)) for key, item in value.items()))
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    return (type(value), *(comparable(getattr(value, field.name)) for field in dataclasses.fields(value)))
   try:
     hash(value)
   except TypeError:
     return id(value)
-  return value
+  return type(value), value
 
 
 def share_programs(patch):

@@ -1,7 +1,6 @@
 """The study of off-policy RLHF: its command, its plan, and what it makes of runs."""
 
 import csv
-import os
 
 import pytest
 
@@ -9,15 +8,23 @@ from async_rl import runtime
 from experiments.reproductions import _async_rlhf_plan as plans
 from experiments.reproductions import _async_rlhf_report as reports
 from experiments.reproductions import async_rlhf
+from experiments.reproductions._run_many import Outcome
 
 #: Two methods at two N; the best of the rates 1 and 2 may turn out to be any of .5 to 4.
 STUDY = plans.Study(["rloo", "ppo"], [1, 4], [1.0, 2.0], (0.5, 4.0), choosing=[100, 101], reported=[200, 201])
 
 
-@pytest.mark.slow
+def in_this_process(work, jobs, workers, seconds, cores):
+  """Stands in for `run_many`, whose processes would compile everything again."""
+  assert len(cores) == workers == 2
+  while jobs:
+    job = jobs.popleft()
+    yield Outcome(job, work(job), "", 1.0)
+
+
+@pytest.mark.usefixtures("two_devices")
 def test_command(tmp_path, capsys, monkeypatch):
-  flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # of its processes; the last one counts
-  monkeypatch.setenv("XLA_FLAGS", flags)
+  monkeypatch.setattr(async_rlhf, "run_many", in_this_process)
   options = ["--smoke", "--workers", "2", "--folder", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
   async_rlhf.main(options)
   printed = capsys.readouterr().out

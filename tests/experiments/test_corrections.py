@@ -20,6 +20,7 @@ from async_rl.types import Prompt
 from async_rl.types import Request
 from experiments.benchmarks import _corrections_gradients as gradients
 from experiments.benchmarks import corrections
+from experiments.configs import quickstart
 
 GROUPS, SAMPLES, VERSION, LAG = 3, 4, 9, 5
 PROMPT, LONGEST = 3, 6
@@ -173,8 +174,9 @@ def test_comparison_of_nothing_is_not_a_number():
 
 
 @pytest.mark.usefixtures("two_devices")
-@pytest.mark.slow
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, monkeypatch):
+  """On batches of four sequences: each gradient of each sequence costs as much as a step of the smoke run."""
+  monkeypatch.setattr(quickstart, "SMOKE", quickstart.SMOKE | dict(groups=2, samples=2, slots=4, rows=2))
   result = corrections.main(["--smoke", "--lags", "0", "2", "--out", str(tmp_path)])
   assert list(result["lags"]) == ["0", "2"]
   assert list(result["lags"]["2"]["methods"]) == list(gradients.NAMES)

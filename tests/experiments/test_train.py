@@ -16,6 +16,7 @@ import sys
 import time
 
 import pytest
+import tiny
 from tiny_weights import chatting_weights
 from tiny_weights import tiny_weights
 
@@ -100,25 +101,25 @@ def test_every_config_runs(name, trained, monkeypatch, capfd):
 
 
 @pytest.mark.usefixtures("two_devices")
-@pytest.mark.slow
 def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capfd, draws_pictures):
   """The command in a process of its own, on two devices, is killed; the same command ends the run."""
   monkeypatch.chdir(tmp_path)
   run_dir = tmp_path / "run"
   flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # the last one counts
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-  command = [sys.executable, "-m", "experiments.train", *arguments("quickstart", run_dir)]
+  options = [tiny.__file__, "--run-dir", str(run_dir), "--checkpoint-every", "1", "--steps", "12"]
+  command = [sys.executable, "-m", "experiments.train", *options]
   streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
   with subprocess.Popen(command, env=environment, **streams) as killed:
     while killed.poll() is None and not (run_dir / "checkpoints" / "1").exists():
-      time.sleep(0.1)
+      time.sleep(0.02)
     assert killed.poll() is None, killed.stdout.read()
     killed.kill()
-  assert train.main(arguments("quickstart", run_dir)) == 0
+  assert train.main(options) == 0
   printed = "".join(capfd.readouterr())
   assert "resumed at step" in printed
-  assert "Done: 6 optimizer steps." in printed
-  assert_whole(run_dir, 6)
+  assert "Done: 12 optimizer steps." in printed
+  assert_whole(run_dir, 12)
   assert (run_dir / "report.png").exists()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -29,6 +30,12 @@ def restore(folder, experiment):
 def with_options(experiment, **values):
   """The experiment with some options replaced by name."""
   return dataclasses.replace(experiment, options=runtime.override(experiment.options, **values))
+
+
+@functools.cache
+def first_values(model, seed):
+  """The parameters that a model draws by a seed, on the host; a program of its own for each call would take seconds."""
+  return jax.device_get(jax.jit(model.init)(jax.random.key(seed)))
 
 
 @contextlib.contextmanager

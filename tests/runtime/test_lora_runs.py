@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from runtime_helpers import assert_identical
+from runtime_helpers import first_values
 from runtime_helpers import killed_at
 from runtime_helpers import rows
 from runtime_helpers import run
@@ -41,7 +42,7 @@ def build(options):
 
 def start_without_adapters(stage):
   """Weights to start from, without adapters."""
-  return models.split_trainable(jax.jit(stage.learner.policy.init)(jax.random.key(3)))[1]
+  return models.split_trainable(first_values(dataclasses.replace(stage.learner.policy, mesh=None), 3))[1]
 
 
 def tiny_lora(folder, **given):

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from runtime_helpers import first_values
 from runtime_helpers import killed_at
 from runtime_helpers import stage_inputs
 
@@ -67,7 +68,7 @@ def words(folder="reward_model", **given):
 
 def random_values(stage, seed=5):
   model = models.RewardModel.of(dataclasses.replace(stage.learner.policy, mesh=None))
-  params = jax.jit(model.init)(jax.random.key(seed))
+  params = first_values(model, seed)
   kernel = jax.random.normal(jax.random.key(seed), params["value_head"]["kernel"].shape)
   return params | {"value_head": {"kernel": kernel, "bias": jnp.float32(0.5)}}
 
