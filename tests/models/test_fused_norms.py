@@ -77,7 +77,7 @@ def test_a_residual_stream_can_have_another_dtype():
 def test_they_become_one_kernel_for_each_pass():
   def loss(x, heads, scale, angles):
     x, y = add_and_norm(x, x, scale, uses=1, eps=EPS)
-    return jnp.sum(x * y) + jnp.sum(norm_and_rotate(heads, scale[:32], angles, eps=EPS))
+    return jnp.sum(x * y) + jnp.sum(norm_and_rotate(heads, scale[:32], angles, eps=EPS) ** 2)
 
   shapes = ((4, 12, 64), jnp.bfloat16), ((4, 12, 2, 32), jnp.bfloat16), ((64,), jnp.float32), ((4, 12, 16), jnp.float32)
   traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*(jax.ShapeDtypeStruct(*x) for x in shapes))
