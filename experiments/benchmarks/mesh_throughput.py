@@ -75,7 +75,7 @@ def sizes_of(count: int) -> list[int]:
   return [size for size in (1, 2, 4, 8) if size <= count]
 
 
-def runs_of(count: int, lags: Sequence[int]) -> list[Run]:
+def runs_of(count: int, lags: Sequence[int], shared_prompts: Sequence[bool] = (False,)) -> list[Run]:
   """Returns the runs on a machine with `count` devices, those on few devices first."""
   runs = []
   for size in sizes_of(count):
@@ -84,7 +84,15 @@ def runs_of(count: int, lags: Sequence[int]) -> list[Run]:
     if size > 1:
       split = ("generation_devices", size // 2)
       runs += [Run(f"async, split, lag {lag}", size, (split, ("max_lag", lag))) for lag in lags]
-  return runs
+  return [
+    run._replace(name=_name(run.name, shared), options=(*run.options, ("shared_prompts", shared)))
+    for run, shared in itertools.product(runs, shared_prompts)
+  ]
+
+
+def _name(run: str, shared_prompts: bool) -> str:
+  """Returns the name of a run with or without shared prompts."""
+  return f"{run}, shared prompts" if shared_prompts else run
 
 
 class Machine:
@@ -178,7 +186,7 @@ def measure_runs(count: int, args: argparse.Namespace, folder: pathlib.Path) -> 
       except RuntimeError as error:
         return {"run": run.name, "devices": run.devices, "failed": str(error)}
 
-  runs = [run for run in runs_of(count, args.lags) if {*args.only} & {*run.name.split(", ")}]
+  runs = [run for run in runs_of(count, args.lags, args.shared) if {*args.only} & {*run.name.split(", ")}]
   with futures.ThreadPoolExecutor(count) as pool:
     yield from pool.map(train_when_free, itertools.count(), runs)
 
@@ -232,9 +240,9 @@ def summarize(rows: Sequence[dict[str, Any]], max_lag: int) -> dict[str, float]:
   }
 
 
-def measure_sampler(count: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_sampler(count: int, shared: bool, args: argparse.Namespace) -> dict[str, Any]:
   """Returns the tokens per second that the runs' sampler draws on `count` devices when nothing holds it back."""
-  experiment = build(args.gsm8k_folder, args.smoke)
+  experiment = build(args.gsm8k_folder, args.smoke, shared_prompts=shared)
   sampler = experiment.make_sampler(experiment.sampler_config, rollout.make_mesh(jax.devices()[:count]))
   sampler.set_weights(jax.jit(experiment.policy.init)(jax.random.key(0)), 0)
   sampler.warmup()
@@ -252,18 +260,20 @@ def measure_sampler(count: int, args: argparse.Namespace) -> dict[str, Any]:
 
   turn = experiment.sampler_config.slots * MEAN_LENGTH
   draw(2 * turn)  # the samples are of all ages from then on
-  return {"devices": count, "tokens/s": draw((1 if args.smoke else 10) * turn)}
+  rate = draw((1 if args.smoke else 10) * turn)
+  return {"devices": count, "shared_prompts": shared, "tokens/s": rate}
 
 
 def compare(result: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
   """Yields for every run on split devices the seconds of a step if the slower side never waited, and the multiple."""
-  rates = {row["devices"]: row["tokens/s"] for row in result["sampler"]}
+  rates = {(row["devices"], row["shared_prompts"]): row["tokens/s"] for row in result["sampler"]}
   runs = [row for row in result["runs"] if "failed" not in row]
-  learning = {row["devices"]: row["learning"] for row in runs if row["run"] == "sync"}
+  learning = {(row["devices"], row["run"]): row["learning"] for row in runs if row["run"].startswith("sync")}
   for row in runs:
-    half = row["devices"] // 2
-    if "split" in row["run"] and half in rates and half in learning:
-      sides = {"sampling": row["tokens"] / rates[half], "learning": learning[half]}
+    shared = "shared prompts" in row["run"]
+    sampler, learner = ((row["devices"] // 2, kind) for kind in (shared, _name("sync", shared)))
+    if "split" in row["run"] and sampler in rates and learner in learning:
+      sides = {"sampling": row["tokens"] / rates[sampler], "learning": learning[learner]}
       yield {"run": row["run"], "devices": row["devices"], **sides, "ratio": row["mean"] / max(sides.values())}
 
 
@@ -301,6 +311,14 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--steps", type=int, help="of every run; default 28, with --smoke 9")
   parser.add_argument("--lags", type=int, nargs="+", default=(4,), help="bounds of the lag of split devices")
   parser.add_argument("--only", nargs="+", choices=WORDS, default=WORDS, help="kinds of runs to make; all by default")
+  parser.add_argument(
+    "--shared-prompts",
+    dest="shared",
+    action="store_const",
+    const=(False, True),
+    default=(False,),
+    help="each run and sampler also with a group's prompt kept and read once",
+  )
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mesh_throughput.json"))
@@ -329,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
       report("runs", measure_runs(count, args, pathlib.Path(name) / "runs"))
   sizes = sizes_of(min(count, len(jax.devices())))
   if "sampler" in args.parts:
-    report("sampler", (measure_sampler(size, args) for size in sizes))
+    report("sampler", (measure_sampler(size, shared, args) for size in sizes for shared in args.shared))
   report("ratios", compare(result))
   if "learner" in args.parts:
     cases = [(size, axis) for size in sizes for axis in (("data", "fsdp") if size > 1 else ("data",))]

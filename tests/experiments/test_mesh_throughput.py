@@ -41,15 +41,24 @@ def test_a_split_is_compared_with_its_slower_side():
     {"run": "async, split, lag 4", "devices": 2, "tokens": 1200.0, "mean": 0.9},
     {"run": "async, split, lag 4", "devices": 4, "tokens": 300.0, "mean": 0.9},
     {"run": "async, split, lag 4", "devices": 8, "tokens": 300.0, "mean": 0.9},  # half of them were not measured
+    {"run": "sync, shared prompts", "devices": 1, "learning": 0.4},
+    {"run": "async, split, lag 4, shared prompts", "devices": 2, "tokens": 1200.0, "mean": 0.6},
+    {"run": "async, split, lag 4, shared prompts", "devices": 4, "tokens": 300.0, "mean": 0.9},  # its half was not
   ]
-  sampler = [{"devices": 1, "tokens/s": 2000.0}, {"devices": 2, "tokens/s": 3000.0}]
+  sampler = [
+    {"devices": 1, "shared_prompts": False, "tokens/s": 2000.0},
+    {"devices": 1, "shared_prompts": True, "tokens/s": 6000.0},
+    {"devices": 2, "shared_prompts": False, "tokens/s": 3000.0},
+  ]
   found = list(mesh_throughput.compare({"runs": runs, "sampler": sampler}))
-  assert [(row["devices"], row["sampling"], row["learning"]) for row in found] == [(2, 0.6, 0.5), (4, 0.1, 0.3)]
-  assert [row["ratio"] for row in found] == pytest.approx([1.5, 3.0])
+  assert [(row["devices"], row["sampling"], row["learning"]) for row in found] == [
+    (2, 0.6, 0.5), (4, 0.1, 0.3), (2, 0.2, 0.4)
+  ]  # fmt: skip
+  assert [row["ratio"] for row in found] == pytest.approx([1.5, 3.0, 1.5])
 
 
 def test_a_run_that_fails_leaves_the_others_their_rows(tmp_path, monkeypatch):
-  options = types.SimpleNamespace(smoke=True, lags=[4], only=["sync", "split"], steps=1)
+  options = types.SimpleNamespace(smoke=True, lags=[4], shared=[False], only=["sync", "split"], steps=1)
 
   def command(_, given):
     return [sys.executable, "-c", "" if given.get("mode") == "sync" else "raise SystemExit('no memory')"]
@@ -61,7 +70,7 @@ def test_a_run_that_fails_leaves_the_others_their_rows(tmp_path, monkeypatch):
     ("sync", 1, False), ("sync", 2, False), ("async, split, lag 4", 2, True)
   ]  # fmt: skip
   assert "no memory" in rows[2]["failed"]
-  assert list(mesh_throughput.compare({"runs": rows, "sampler": [{"devices": 1, "tokens/s": 1.0}]})) == []
+  assert list(mesh_throughput.compare({"runs": rows, "sampler": [{"devices": 1, "shared_prompts": False, "tokens/s": 1.0}]})) == []
 
 
 @pytest.mark.parametrize(
@@ -70,6 +79,7 @@ def test_a_run_that_fails_leaves_the_others_their_rows(tmp_path, monkeypatch):
     ([], ["sync"] * 2 + ["async, colocated, lag 2"] * 2 + ["async, split, lag 2", "async, split, lag 3"]),
     (["--only", "sync"], ["sync"] * 2),
     (["--only", "split", "sync"], ["sync"] * 2 + ["async, split, lag 2", "async, split, lag 3"]),
+    (["--only", "sync", "--shared-prompts"], ["sync"] * 2 + ["sync, shared prompts"] * 2),
   ],
 )
 def test_all_runs_are_made_but_where_kinds_are_asked_for(only, expected, tmp_path, monkeypatch):
