@@ -15,7 +15,7 @@ def run_on_devices(
 
   Args:
     command: the command and its arguments.
-    devices: the numbers of the GPUs.
+    devices: the numbers of the GPUs, among those that CUDA_VISIBLE_DEVICES leaves to this process.
     cache: the folder of the compiled programs that several processes share.
     forced: whether the process is given as many forced CPU devices instead.
     **variables: further variables of its environment.
@@ -28,7 +28,8 @@ def run_on_devices(
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={len(devices)}"
     environment["XLA_FLAGS"] = flags
   else:
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] if names else str(i) for i in devices)
   done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
   if done.returncode:
     raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-3000:]}")

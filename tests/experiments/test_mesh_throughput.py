@@ -9,6 +9,7 @@ import types
 import pytest
 
 from experiments.benchmarks import mesh_throughput
+from experiments.benchmarks._run_on_devices import run_on_devices
 
 
 def row(seconds, **changes):
@@ -70,7 +71,8 @@ def test_a_run_that_fails_leaves_the_others_their_rows(tmp_path, monkeypatch):
     ("sync", 1, False), ("sync", 2, False), ("async, split, lag 4", 2, True)
   ]  # fmt: skip
   assert "no memory" in rows[2]["failed"]
-  assert list(mesh_throughput.compare({"runs": rows, "sampler": [{"devices": 1, "shared_prompts": False, "tokens/s": 1.0}]})) == []
+  sampler = [{"devices": 1, "shared_prompts": False, "tokens/s": 1.0}]
+  assert list(mesh_throughput.compare({"runs": rows, "sampler": sampler})) == []
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,16 @@ def test_all_runs_are_made_but_where_kinds_are_asked_for(only, expected, tmp_pat
   given = ["--smoke", "--parts", "runs", "--lags", "2", "3", "--gsm8k-folder", tmp_path, "--out", tmp_path / "out"]
   mesh_throughput.main([*map(str, given), *only])
   assert sorted(row["run"] for row in json.loads((tmp_path / "out").read_text())["runs"]) == sorted(expected)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1,0"), ("", "1,0"), ("3,5,7", "5,3")])
+def test_devices_are_counted_among_those_that_the_caller_leaves(given, expected, tmp_path, monkeypatch):
+  monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+  if given is not None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+  program = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+  run_on_devices([sys.executable, "-c", program], [1, 0], tmp_path, forced=False)
+  assert (tmp_path / "seen").read_text() == expected
 
 
 def test_who_needs_few_devices_does_not_overtake_who_needs_many():
