@@ -9,6 +9,8 @@ import math
 import os
 import pathlib
 import secrets
+import sys
+import types
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -103,8 +105,6 @@ class MetricsWriter:
     config: Mapping[str, Any] | None = None,
     warn: Callable[[str], None] = print,
   ):
-    import tensorboardX
-
     self._wandb = _start_wandb(folder, config) if wandb else None
     self.damaged: list[str] = []
     earlier = itertools.islice(_rows_or_errors(folder.metrics), resume_rows)
@@ -119,7 +119,7 @@ class MetricsWriter:
     self._warn = warn
     self._mirrors = tuple(Mirror(path, folder.check_lock) for path in (folder.metrics, folder.tensorboard))
     self._open_lines(kept)
-    self._tensorboard = tensorboardX.SummaryWriter(str(self._mirrors[1].local), purge_step=resume_step + 1)
+    self._tensorboard = _import_tensorboardx().SummaryWriter(str(self._mirrors[1].local), purge_step=resume_step + 1)
 
   def write(self, step: int, metrics: Values) -> None:
     """Writes one row of values on the host. NaN and infinity, which JSON lacks, become null there."""
@@ -272,6 +272,19 @@ def check_wandb() -> None:
   """Raises ImportError unless the package `wandb` is installed."""
   if importlib.util.find_spec("wandb") is None:
     raise ImportError("wandb is not installed: `pip install wandb`, or leave out --wandb.")
+
+
+def _import_tensorboardx() -> types.ModuleType:
+  """Imports tensorboardX without PyTorch: where that is installed it takes four seconds, and serves an annotation."""
+  hidden = "torch" not in sys.modules
+  if hidden:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+  try:
+    import tensorboardX
+  finally:
+    if hidden:
+      del sys.modules["torch"]
+  return tensorboardX
 
 
 def _start_wandb(folder: RunFolder, config: Mapping[str, Any] | None) -> Any:

@@ -1,5 +1,6 @@
 """Metrics reach the host one step late and the files complete, also after a resume."""
 
+import importlib
 import json
 import os
 import sys
@@ -214,3 +215,16 @@ def test_staleness_histogram_counts_drawn_tokens():
     Group(request, (completion([4]),), np.zeros(1, np.float32)),
   ]
   np.testing.assert_array_equal(staleness_histogram(groups, version=5, max_lag=3), [1, 2, 2, 0])
+
+
+def test_pytorch_is_not_imported_and_stays_there_for_others(folder, tmp_path, monkeypatch):
+  (tmp_path / "torch.py").write_text("raise RuntimeError('PyTorch was imported')")
+  monkeypatch.syspath_prepend(tmp_path)
+  for name in ("torch", "tensorboardX", "tensorboardX.writer"):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  writer = MetricsWriter(folder)
+  writer.write(1, {"loss": 1.0})
+  writer.close()
+  assert ("loss", 1) in events(folder)
+  with pytest.raises(RuntimeError, match="PyTorch was imported"):
+    importlib.import_module("torch")
