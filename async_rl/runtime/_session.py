@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -148,10 +149,15 @@ class Session:
     self._held_out = HeldOutEvaluator(experiment, inputs, self._scorer)
     if saved:
       self._restore_host_state(saved)
-    else:
-      self.save()
-    if self._roles.samples:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      compiling = pool.submit(self._compile_sampler)  # the first checkpoint waits for copies from the devices meanwhile
+      if not saved:
+        self.save()
       self.stop.activity = "compiling the sampler"
+      compiling.result()
+
+  def _compile_sampler(self) -> None:
+    if self._roles.samples:
       self._sampler.warmup(resumes=self._encoder.has_tool)
 
   def _open_log(self, stack: contextlib.ExitStack, rows: int) -> None:

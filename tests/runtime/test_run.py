@@ -23,8 +23,10 @@ from async_rl import recording
 from async_rl import rollout
 from async_rl import runtime
 from async_rl import stabilizers
+from async_rl.recording import Checkpointer
 from async_rl.runtime import _held_out
 from async_rl.runtime import _session
+from async_rl.sampling import Engine
 
 pytestmark = pytest.mark.usefixtures("four_devices")
 
@@ -60,6 +62,26 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
   assert_identical(whole, resumed)
   assert resumed_host["ledger"] == host["ledger"]
   assert [r["reward/mean"] for r in rows(resumed_summary)] == [r["reward/mean"] for r in rows(summary)]
+
+
+def test_the_sampler_is_compiled_while_the_first_checkpoint_is_taken(tmp_path, monkeypatch):
+  compiling, compiled = threading.Event(), []
+  warmup, save = Engine.warmup, Checkpointer.save
+
+  def slow_save(self, step, *args):
+    assert step or compiling.wait(60)
+    save(self, step, *args)
+
+  def noted_warmup(self, resumes=False):
+    compiling.set()
+    warmup(self, resumes)
+    compiled.append(self.compilations)
+
+  monkeypatch.setattr(Checkpointer, "save", slow_save)
+  monkeypatch.setattr(Engine, "warmup", noted_warmup)
+  summary = runtime.train(tiny(run_dir=str(tmp_path), steps=1))
+  assert summary.version == 1
+  assert compiled[0] > 0
 
 
 @pytest.mark.parametrize("lag", ["fixed", "heavy"])
