@@ -37,14 +37,18 @@ PAGES = pathlib.Path(__file__).parent
 FRESH = reports.RESULTS / "fresh_seeds"
 LATER = reports.RESULTS / "later_methods"
 GAC_WORDS = reports.RESULTS / "gac_words"
+GAC_CH4 = reports.RESULTS / "gac_map"
 MISSING = reports.RESULTS / "missing_methods"
 SORTING = reports.RESULTS / "small_sorting"
 #: Runs of the pretrained model from a start of their own.
 REAL_LAG_8 = reports.RESULTS / "real_model_512_lag8" / "real_model.csv"
+REAL_LAGS = reports.RESULTS / "real_model_512_lags" / "real_model.csv"
 #: The seeds on which the study of later methods tried rates, and those that it reports.
 TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
 #: Those of the study of missing methods.
 MISSING_TRIED, MISSING_REPORTED = range(3300, 3303), range(3200, 3220)
+#: Those of the map of GAC on ch4, and the lags that it finished.
+GAC_TRIED, GAC_REPORTED, GAC_LAGS = range(3100, 3102), range(3000, 3020), (10,)
 
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -103,6 +107,13 @@ def gac_words() -> maps.Map:
   """Returns the map of GAC on the toy: chosen on seeds 0 and 1, run on those from 100 on."""
   results = Results(GAC_WORDS)
   return maps.Map(Table.of(results, "words", range(100)), Table.of(results, "words", range(100, 1000)))
+
+
+@functools.cache
+def gac_ch4() -> maps.Map:
+  """Returns the map of GAC on ch4."""
+  results = Results(GAC_CH4)
+  return maps.Map(Table.of(results, "ch4", GAC_TRIED), Table.of(results, "ch4", GAC_REPORTED), GAC_LAGS)
 
 
 @functools.cache
@@ -285,6 +296,10 @@ TABLES: dict[str, Callable[[], str]] = {
   "gac, words": lambda: gac_words().differences(),
   "gac, words, thresholds": lambda: gac_words().thresholds(),
   "gac, words, choices": lambda: gac_words().choices(),
+  "gac, ch4, counts": lambda: gac_ch4().counts(),
+  "gac, ch4": lambda: gac_ch4().differences(),
+  "gac, ch4, thresholds": lambda: gac_ch4().thresholds(),
+  "gac, ch4, choices": lambda: gac_ch4().choices(),
   "rlhf, counts": lambda: rlhf_reports.counts(all_looks(), async_rlhf.STUDY),
   "rlhf, rates": lambda: rlhf_reports.rates(all_looks(), async_rlhf.STUDY),
   "rlhf": lambda: rlhf_reports.table(looks()),
@@ -303,6 +318,10 @@ TABLES: dict[str, Callable[[], str]] = {
   "real 512 lag 8, accuracy": lambda: real.accuracy_table(real.read(REAL_LAG_8)),
   "real 512 lag 8, end": lambda: real.end_table(real.read(REAL_LAG_8), real_model.SCALES[512].evaluated),
   "real 512 lag 8, signs": lambda: real.sign_table(real.read(REAL_LAG_8)),
+  "real 512 lags, accuracy": lambda: real.accuracy_table(real.read(REAL_LAGS)),
+  "real 512 lags, end": lambda: real.end_table(real.read(REAL_LAGS), real_model.SCALES[512].evaluated, every_lag=True),
+  "real 512 lags, rewards": lambda: real.reward_table(real.read(REAL_LAGS)),
+  "real 512 lags, signs": lambda: real.sign_table(real.read(REAL_LAGS)),
 }
 
 

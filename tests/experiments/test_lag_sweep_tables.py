@@ -201,7 +201,16 @@ def test_the_best_of_a_group_is_taken_with_its_control(tmp_path):
 
 @pytest.mark.parametrize(
   "name",
-  ["gac_map", "gac_words", "missing_methods", "remaining_methods", "second_task", "lower_rates", "second_size"],
+  [
+    "gac_map",
+    "gac_map_32",
+    "gac_words",
+    "missing_methods",
+    "remaining_methods",
+    "second_task",
+    "lower_rates",
+    "second_size",
+  ],
 )
 def test_a_plan_reports_on_seeds_that_it_does_not_try_anything_on(name):
   items = lag_sweep._items(plans.read(reports.RESULTS.parent / f"{name}.txt"))

@@ -152,11 +152,13 @@ def test_the_map_of_gac_compares_the_chosen_with_the_correction_and_with_random_
   assert begun.differences() == drawn.differences()  # what was tried at lag 32 alone stays out
 
 
-def test_no_seed_of_the_map_of_gac_was_chosen_on():
-  drawn = tables.gac_words()
+@pytest.mark.parametrize(("name", "folder"), [("gac_words", tables.GAC_WORDS), ("gac_ch4", tables.GAC_CH4)])
+def test_no_seed_of_the_map_of_gac_was_chosen_on(name, folder):
+  drawn = getattr(tables, name)()
   assert not set(drawn.tried.seeds) & set(drawn.fresh.seeds)
   assert not np.isnan(drawn.fresh.accuracy).any()
-  results, items = plans.Results(tables.GAC_WORDS), map(plans.parse, plans.read(tables.PAGES / "gac_words.txt"))
+  plan = {"gac_ch4": "gac_map"}.get(name, name)
+  results, items = plans.Results(folder), map(plans.parse, plans.read(tables.PAGES / f"{plan}.txt"))
   assert not any(item.runs(results) or item.waiting(results) for item in items)  # the plan makes what the file has
 
 
