@@ -108,11 +108,15 @@ class Map:
     return grid(["choice", "configurations", "minus the default choice"], rows)
 
   def differences(self) -> str:
-    """Returns a row per correction and lag: GAC as chosen against the correction alone, and against random skips."""
+    """Returns a row per correction and lag: GAC as chosen against the correction alone, and against random skips.
+
+    Beside it stands what it was chosen for: its difference to the correction alone on the seeds that are chosen on.
+    """
     rows = []
     for base in self.bases:
       for lag in self.lags:
-        _, _, own_rate = self.tried.configs[self._best([base], lag)]
+        own = self._best([base], lag)
+        _, _, own_rate = self.tried.configs[own]
         best = self._best(list(methods.GAC_ON[f"GAC on {base}"]), lag)
         name, _, rate = self.tried.configs[best]
         row = self._fresh(name, lag, rate)
@@ -123,13 +127,14 @@ class Map:
           [
             base,
             str(lag),
-            f"{measure(alone, 3)} at {rate_text(own_rate)}" + "*" * self.tried.at_edge(self._best([base], lag)),
+            f"{measure(alone, 3)} at {rate_text(own_rate)}" + "*" * self.tried.at_edge(own),
             name.removeprefix(f"{base} + "),
+            _signed(float(np.nanmean(self.tried.accuracy[best]) - np.nanmean(self.tried.accuracy[own]))),
             f"{measure(accuracy[row], 3)} at {rate_text(rate)}" + "*" * self.tried.at_edge(best),
             number(float(_curve(self.fresh, row, "skipped").mean())),
             verdict(accuracy[row] - alone, self.comparisons),
             verdict(accuracy[row] - random, self.comparisons),
           ]
         )
-    header = ["correction", "lag", "alone", "chosen", "with GAC", "skipped", "minus alone", "minus random skips"]
-    return grid(header, rows)
+    chosen = ["chosen", "chosen for", "with GAC", "skipped"]
+    return grid(["correction", "lag", "alone", *chosen, "minus alone", "minus random skips"], rows)

@@ -219,15 +219,19 @@ def tables(runs: Runs, samples: int = PROBLEMS) -> str:
   return "\n\n".join((accuracy_table(runs), end_table(runs, samples), reward_table(runs), sign_table(runs)))
 
 
+#: The signs that are drawn.
+_DRAWN = ("ess", "token_ess", "cosine")
+
+
 def draw(runs: Runs, file: pathlib.Path, samples: int = PROBLEMS) -> None:
-  """Draws accuracy with its intervals, ESS and the cosine by step, a column of panels per lag, every run a line."""
+  """Draws accuracy with its intervals, both ESS and the cosine by step, a column per lag, every run a line."""
   import matplotlib.pyplot as plt
 
   lags = sorted({run.lag for run in runs})
   methods = list(dict.fromkeys(run.method for run in runs))
   rates = sorted({run.rate for run in runs})
   figure, panels = plt.subplots(
-    3, len(lags), figsize=(4 * len(lags) + 0.8, 8), sharex=True, sharey="row", squeeze=False, layout="constrained"
+    4, len(lags), figsize=(4 * len(lags) + 0.8, 10), sharex=True, sharey="row", squeeze=False, layout="constrained"
   )
   for run, steps in runs.items():
     axes = panels[:, lags.index(run.lag)]
@@ -238,21 +242,23 @@ def draw(runs: Runs, file: pathlib.Path, samples: int = PROBLEMS) -> None:
     values = np.array(list(seen.values()))
     errors = np.maximum(np.stack([values - bounds[:, 0], bounds[:, 1] - values]), 0.0)
     axes[0].errorbar([step + shift for step in seen], values, errors, elinewidth=0.8, linewidth=1.2, **style)
-    for axis, column in zip(axes[1:], ("ess", "cosine")):
+    for axis, column in zip(axes[1:], _DRAWN):
       points = {step: row[column] for step, row in sorted(steps.items()) if column in row}
       axis.plot(list(points), _smooth(np.array(list(points.values()))), linewidth=1.2, **style)
   for axis, lag in zip(panels[0], lags):
     axis.set_title(f"lag {lag}")
     axis.set_ylim(bottom=0)
-  for axes, words in zip(panels, ("accuracy, 95 % intervals", SIGNS["ess"], SIGNS["cosine"])):
+  for axes, words in zip(panels, ("accuracy, 95 % intervals", *(SIGNS[column] for column in _DRAWN))):
     axes[0].set_ylabel(words)
   for axis in panels[1]:
     axis.set(yscale="log", ylim=(0.005, 1.2))
   for axis in panels[2]:
+    axis.set_ylim(0.0, 1.05)
+  for axis in panels[3]:
     axis.axhline(0.0, color="gray", linewidth=0.5)
     axis.set_xlabel("update")
   entries = [plt.Line2D([], [], color=f"C{i}", label=method) for i, method in enumerate(methods)]
-  for rate, line in zip(rates, ("-", "--", ":")):
+  for rate, line in zip(rates if len(rates) > 1 else (), ("-", "--", ":")):
     entries += panels[0, 0].plot([], [], line, color="gray", label=rate_text(rate))
   figure.legend(handles=entries, loc="outside lower center", ncols=4, frameon=False)
   figure.savefig(file, dpi=100)

@@ -211,3 +211,15 @@ def test_differences_of_shares_have_newcombes_interval():
   for samples in (440, 1760):
     half = stats.norm.ppf(0.975) * (2 * 0.25 / samples) ** 0.5  # as that of a normal distribution
     assert reports.difference(0.5, 0.5, samples=samples) == pytest.approx((-half, half), rel=0.01)
+
+
+def test_what_the_page_says_of_a_low_ess_of_tokens_holds_for_all_runs_of_512_samples():
+  folders = ("real_model_512", "real_model_512_lag8", "real_model_512_lags")
+  files = [reports.read(real_model.RESULTS / folder / "real_model.csv") for folder in folders]
+  runs = [(run, steps) for found in files for run, steps in found.items()]
+  low = [(run, steps) for run, steps in runs if reports.mean_of_period(steps, "token_ess", (24, 48)) < 0.7]
+  assert len(runs) == 18
+  found = [(run.method, run.lag, reports.collapse(steps)) for run, steps in low]
+  collapsed = [("no correction", 32, 48), ("no correction", 32, 48), ("no correction", 8, 48), ("A-3PO", 32, 96)]
+  assert sorted(found, key=str) == sorted([*collapsed, ("sequence TIS", 32, None)], key=str)
+  assert sum(reports.collapse(steps) is not None for _, steps in runs) == 4

@@ -143,7 +143,7 @@ def test_the_map_of_gac_compares_the_chosen_with_the_correction_and_with_random_
   drawn = maps.Map(_table(tried), _table(fresh))
   assert (drawn.bases, drawn.lags, drawn.comparisons) == (["TOPR"], [10], 2)
   (line,) = drawn.differences().splitlines()[2:]
-  assert line.split(" | ")[2:4] == [".300 ± .248 at 2e-1*", "GAC .1/.4"]
+  assert line.split(" | ")[2:5] == [".300 ± .248 at 2e-1*", "GAC .1/.4", "+.100"]  # on the tried seed .70 and .60
   assert line.endswith("| **+.100 ± .000** | +.200 ± .248 (no difference) |")
   (line,) = drawn.thresholds().splitlines()[2:]
   assert line.split(" | ")[6] == "+.100 (.00)"  # .70 minus the best of .50 and .60
