@@ -78,6 +78,10 @@ CONTROL_OF = {
 }
 
 
+#: What counts as a large loss of accuracy to sync.
+MUCH = 0.1
+
+
 class Row(NamedTuple):
   """A configuration of the fresh table with the rows that it is compared with, `None` where there is none.
 
@@ -172,6 +176,27 @@ class Study:
     header = [f"lag {lag}" if lag else "no lag", "rate", "accuracy", "minus sync"]
     return grid(header + (["minus sync, OPOB exact", "control", "minus control"] if lag else []), lines)
 
+  def by_lag(self, method: str, comparisons: int) -> str:
+    """Returns a row per lag of a method at its chosen rates: what it loses, on how many seeds much, and by the lag.
+
+    Args:
+      method: the method.
+      comparisons: the number of comparisons of all tables, for what is bold.
+    """
+    lines: list[list[str]] = []
+    shorter: np.ndarray | None = None
+    for row in (row for lag, rows in self.rows.items() if lag for row in rows if row.chosen):
+      name, lag, rate = self.fresh.configs[row.config]
+      if name == method:
+        values = self.minus_sync(method, lag, rate)
+        many = f"{int(np.sum(values < -MUCH))} of {len(values)}"
+        more = "" if shorter is None else verdict(values - shorter, comparisons)
+        lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more])
+        shorter = values
+    return grid(
+      [f"{method} at lag", "rate", "minus sync", "loses more than .1 on seeds", "minus the shorter lag"], lines
+    )
+
   def diagnostics(self, lags: Iterable[int]) -> str:
     """Returns a row per configuration: recorded quantities as means over all updates and seeds."""
     names = ("ess", "kl", "clipped", "cosine", "entropy")
@@ -203,14 +228,18 @@ class Study:
     size = (8.5, 0.27 * sum(heights) + 0.8)
     figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
     for axis, (lag, rows) in zip(axes[:, 0], panels.items(), strict=True):
-      for chosen, color, label in ((True, "C0", "rate chosen on other seeds"), (False, "0.6", "another rate")):
+      for chosen, color, label in (
+        (True, "C0", "rate chosen on other seeds"),
+        (False, "0.6", "another rate"),
+      ):
         places = [y for y, row in enumerate(rows) if row.chosen is chosen]
         found = [self.fresh.difference(rows[y].config, self.sync) for y in places]
         means, halves = [x.mean for x in found], [x.half for x in found]
         style = {"fmt": "o", "color": color, "capsize": 2.5, "markersize": 4, "label": label}
         axis.errorbar(means, places, xerr=halves, **style)
-      configs = [self.fresh.configs[row.config] for row in rows]
-      axis.set_yticks(range(len(rows)), [f"{method}, {rate_text(rate)}" for method, _, rate in configs], fontsize=8)
+      configs = [(*self.fresh.configs[row.config], "*" * row.edge) for row in rows]
+      names = [f"{method}, {rate_text(rate)}{star}" for method, _, rate, star in configs]
+      axis.set_yticks(range(len(rows)), names, fontsize=8)
       axis.axvline(0, color="black", linewidth=0.8)
       axis.grid(axis="x", linewidth=0.3)
       axis.set_ylim(-0.7, len(rows) - 0.3)
@@ -218,7 +247,7 @@ class Study:
     axes[-1, 0].legend(fontsize=8, loc="upper left")
     rate, seeds = self.fresh.configs[self.sync][2], len(self.fresh.seeds)
     label = f"accuracy minus sync at {rate_text(rate)}, paired over {seeds} fresh seeds, with 95 % intervals"
-    figure.supxlabel(label, fontsize=9)
+    figure.supxlabel(f"{label} (* an edge of the rates tried)", fontsize=9)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -254,3 +283,27 @@ def together(studies: Sequence[Study], comparisons: int) -> str:
     rows.append([method, str(lag), rate_text(rate), *cells, str(len(every)), verdict(every, comparisons)])
   names = [f"seeds {study.fresh.seeds[0]}–{study.fresh.seeds[-1]}" for study in studies]
   return grid(["minus sync", "lag", "rate", *names, "seeds", "over all of them"], rows)
+
+
+def coverage(studies: Sequence[Study], tries: Sequence[Table], names: Iterable[str], lags: Sequence[int]) -> str:
+  """Returns a row per method: by lag, on how many fresh seeds it was run, or else (in brackets) was only tried.
+
+  A star says that the chosen rate is at the edge of those tried in each study that ran it at one, as in their tables.
+
+  Args:
+    studies: the studies on fresh seeds.
+    tries: the runs on the seeds that rates were chosen on.
+    names: the methods.
+    lags: the lags.
+  """
+  rows = []
+  for name in names:
+    cells = []
+    for lag in lags:
+      fresh = sum(len(study.fresh.seeds) for study in studies if study.fresh.rates(name, lag))
+      tried = sum(len(table.seeds) for table in tries if table.rates(name, lag))
+      ran = [row for study in studies for row in study.rows.get(lag, ()) if study.fresh.configs[row.config][0] == name]
+      edge = any(row.edge for row in ran) and not any(row.chosen and not row.edge for row in ran)
+      cells.append(f"{fresh}{'*' * edge}" if fresh else f"({tried})" if tried else "–")
+    rows.append([name, *cells])
+  return grid(["method", *(f"lag {lag}" for lag in lags)], rows)

@@ -39,6 +39,7 @@ LATER = reports.RESULTS / "later_methods"
 GAC_WORDS = reports.RESULTS / "gac_words"
 GAC_CH4 = reports.RESULTS / "gac_map"
 MISSING = reports.RESULTS / "missing_methods"
+REMAINING = reports.RESULTS / "remaining_methods"
 SORTING = reports.RESULTS / "small_sorting"
 #: Runs of the pretrained model from a start of their own.
 REAL_LAG_8 = reports.RESULTS / "real_model_512_lag8" / "real_model.csv"
@@ -47,6 +48,8 @@ REAL_LAGS = reports.RESULTS / "real_model_512_lags" / "real_model.csv"
 TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
 #: Those of the study of missing methods.
 MISSING_TRIED, MISSING_REPORTED = range(3300, 3303), range(3200, 3220)
+#: Those of the study of what that one was stopped before.
+REMAINING_TRIED, REMAINING_REPORTED = range(3500, 3503), range(3400, 3420)
 #: Those of the map of GAC on ch4, and the lags that it finished.
 GAC_TRIED, GAC_REPORTED, GAC_LAGS = range(3100, 3102), range(3000, 3020), (10,)
 
@@ -90,6 +93,19 @@ def missing() -> paired.Study:
 
 
 @functools.cache
+def remaining_tried() -> Table:
+  """Returns the runs of the study of remaining methods that tried rates."""
+  return Table.of(Results(REMAINING), "ch4", REMAINING_TRIED)
+
+
+@functools.cache
+def remaining() -> paired.Study:
+  """Returns the study of remaining methods."""
+  choices = [remaining_tried(), missing_tried(), tried(), earlier()]
+  return paired.Study(Table.of(Results(REMAINING), "ch4", REMAINING_REPORTED), choices, (0, 4, 10, 32, 128))
+
+
+@functools.cache
 def sorting() -> paired.Study:
   """Returns the study of sorting: rates are chosen on seeds 5100 and 5101."""
   results = Results(SORTING)
@@ -99,7 +115,7 @@ def sorting() -> paired.Study:
 
 def studies() -> list[paired.Study]:
   """Returns all studies on fresh seeds of ch4."""
-  return [study(), later(), missing()]
+  return [study(), later(), missing(), remaining()]
 
 
 @functools.cache
@@ -145,6 +161,8 @@ def counts(study: paired.Study) -> str:
 
 #: What might be advised in place of TOPR at a lag, at the rates of the studies.
 RIVALS = (
+  ("VESPO", 4, 2e-4),
+  ("DPPO", 4, 1e-4),
   ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4),
   ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4),
   ("sequence PPO, momentum .97", 10, 2e-4),
@@ -153,7 +171,17 @@ RIVALS = (
   ("sequence PPO + OPOB, exact", 32, 1e-4),
   ("VESPO", 32, 2e-4),
   ("DPPO", 32, 1e-4),
+  ("SAPO", 32, 2e-5),
+  ("VESPO", 128, 2e-4),
+  ("DPPO", 128, 1e-4),
+  ("SAPO", 128, 2e-5),
 )
+
+#: The methods published later or of the same kind, of which a table says at which lags they were run.
+COVERED = (
+  "TOPR", "VESPO", "DPPO", "DPPO + log-squared", "SAPO", "SAT", "PPO, MaxRL", "M2PO", "M2PO, signed", "centered",
+  "centered token TIS", "sequence PPO, rate / lag", "TOPR + OPOB, exact", "OPOB, exact",
+)  # fmt: skip
 
 
 #: What an ingredient adds to a method, where several studies have both: with it, without it, lag, and rate of both.
@@ -167,9 +195,10 @@ INGREDIENTS = (
 
 
 def comparisons() -> int:
-  """Returns the number of comparisons of all studies, of those over the seeds of several, and of those with TOPR."""
+  """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, and of TOPR by lag."""
   several = len(paired.shared(studies())) + len(INGREDIENTS)
-  return sum(x.comparisons for x in studies()) + several + len(RIVALS)
+  by_lag = sum(lag > 0 for lag in remaining().rows) - 1
+  return sum(x.comparisons for x in studies()) + several + len(RIVALS) + by_lag
 
 
 def _difference(method: str, other: str, lag: int, rate: float, rate_of_other: float) -> tuple[str, str]:
@@ -200,12 +229,14 @@ def rivals() -> str:
 ANSWERS = (
   (0, "plain policy gradient, Adam as usual (sync)", ("sync", 0, 2e-4)),
   (0, "the same with exact OPOB", ("sync, OPOB exact", 0, 2e-4)),
+  (4, "TOPR, Adam as usual", ("TOPR", 4, 2e-4)),
   (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
   (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
   (10, "the same with exact OPOB", ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4)),
   (10, "the same with exact OPOB and the lead", ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4)),
   (32, "TOPR, Adam as usual", ("TOPR", 32, 2e-4)),
   (32, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 32, 2e-4)),
+  (128, "TOPR, Adam as usual", ("TOPR", 128, 2e-4)),
 )
 
 
@@ -234,6 +265,7 @@ RATES_OF_SUMS = {
   ("no correction", 10): 1e-5,
   ("TOPR", 32): 2e-4,
   ("sequence PPO, momentum .97", 32): 1e-4,
+  ("PPO", 32): 5e-5,
 }
 
 
@@ -250,7 +282,7 @@ def columns() -> list[second.Column]:
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
   "all comparisons": lambda: (
-    f"{comparisons()} comparisons in the three studies, over the seeds of several, and with TOPR."
+    f"{comparisons()} comparisons in the four studies, over the seeds of several, with TOPR, and of TOPR by lag."
   ),
   "several studies": lambda: paired.together(studies(), comparisons()),
   "rivals": rivals,
@@ -273,6 +305,21 @@ TABLES: dict[str, Callable[[], str]] = {
   "missing, rates, lag 10": lambda: reports.by_rate(missing_tried(), 10),
   "missing, rates, lag 32": lambda: reports.by_rate(missing_tried(), 32),
   "missing, diagnostics": lambda: missing().diagnostics((0, 10, 32)),
+  "remaining counts": lambda: counts(remaining()),
+  "remaining, no lag": lambda: remaining().table(0),
+  "remaining, lag 4": lambda: remaining().table(4),
+  "remaining, lag 10": lambda: remaining().table(10),
+  "remaining, lag 32": lambda: remaining().table(32),
+  "remaining, lag 128": lambda: remaining().table(128),
+  "TOPR by lag": lambda: remaining().by_lag("TOPR", comparisons()),
+  "covered": lambda: paired.coverage(
+    studies(), [earlier(), tried(), missing_tried(), remaining_tried()], COVERED, (4, 10, 32, 128)
+  ),
+  "remaining, rates, lag 4": lambda: reports.by_rate(remaining_tried(), 4),
+  "remaining, rates, lag 10": lambda: reports.by_rate(remaining_tried(), 10),
+  "remaining, rates, lag 32": lambda: reports.by_rate(remaining_tried(), 32),
+  "remaining, rates, lag 128": lambda: reports.by_rate(remaining_tried(), 128),
+  "remaining, diagnostics": lambda: remaining().diagnostics((0, 4, 10, 32, 128)),
   "sorting, counts": lambda: counts(sorting()),
   "sorting, no lag": lambda: sorting().table(0),
   "sorting, lag 10": lambda: sorting().table(10),
@@ -352,6 +399,7 @@ def main(arguments: list[str] | None = None) -> None:
   study().draw(reports.RESULTS / "fresh_seeds.png")
   later().draw(reports.RESULTS / "later_methods.png")
   missing().draw(reports.RESULTS / "missing_methods.png")
+  remaining().draw(reports.RESULTS / "remaining_methods.png")
   second.draw(columns(), TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 

@@ -91,15 +91,15 @@ def test_no_fresh_seed_was_chosen_on():
   reported = [set(study.fresh.seeds) for study in tables.studies()]
   assert min(map(len, reported)) >= 20
   assert len(set().union(*reported)) == sum(map(len, reported))
-  tried = {*tables.earlier().seeds, *tables.TRIED, *tables.MISSING_TRIED}
+  tried = {*tables.earlier().seeds, *tables.TRIED, *tables.MISSING_TRIED, *tables.REMAINING_TRIED}
   assert not set().union(*reported) & tried
   assert set(tables.MISSING_TRIED) == set(tables.missing_tried().seeds)
 
 
-@pytest.mark.parametrize("name", ["study", "later", "missing"])
+@pytest.mark.parametrize("name", ["study", "later", "missing", "remaining"])
 def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
   study = getattr(tables, name)()
-  shown = [line.split("|")[4:] for lag in (0, 10, 32) for line in study.table(lag).splitlines()[2:]]
+  shown = [line.split("|")[4:] for lag in study.rows for line in study.table(lag).splitlines()[2:]]
   differences = [cell for line in shown for cell in line if "±" in cell]
   assert len(differences) == study.comparisons
   assert f"{study.comparisons} comparisons" in tables.counts(study)
@@ -107,6 +107,7 @@ def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
 
 def test_all_comparisons_are_counted():
   shown = [tables.TABLES[name]() for name in ("rivals", "ingredients", "several studies")]
+  shown.append("\n".join(line for line in tables.TABLES["TOPR by lag"]().splitlines() if not line.startswith("| 4 ")))
   extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
   assert all("±" in cell for cell in extra)
   assert tables.comparisons() == sum(study.comparisons for study in tables.studies()) + len(extra)
@@ -118,10 +119,14 @@ def test_rivals_of_topr_are_compared_by_seed():
   assert line.split(" | ")[3:] == ["20", intervals.verdict(differences, tables.comparisons()) + " |"]
 
 
-@pytest.mark.parametrize(("name", "tries"), [("later", "tried"), ("missing", "missing_tried")])
+@pytest.mark.parametrize(
+  ("name", "tries"), [("later", "tried"), ("missing", "missing_tried"), ("remaining", "remaining_tried")]
+)
 def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, tries):
   study, tried = getattr(tables, name)(), getattr(tables, tries)()
-  rows = [row for lag in (10, 32) for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()]
+  rows = [
+    row for lag in study.rows if lag for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()
+  ]
   assert len(rows) >= 10
   for row in rows:
     method, lag, rate = study.fresh.configs[row.config]
@@ -196,6 +201,35 @@ def test_no_rate_of_sorting_at_lower_rates_is_at_an_edge():
   rows = [row for rows in second.lower().rows.values() for row in rows]
   assert len(rows) == 14
   assert not any(row.edge for row in rows)  # the page says so
+
+
+def test_the_rates_at_an_edge_in_the_study_of_remaining_methods_are_those_that_the_page_names():
+  study = tables.remaining()
+  edges = [study.fresh.configs[row.config] for rows in study.rows.values() for row in rows if row.edge]
+  assert edges == [("SAPO", 4, 5e-5), ("SAPO", 10, 5e-5), ("PPO", 32, 5e-5)]
+  assert not {(method, lag) for method, lag, _ in edges} & {(method, lag) for method, lag, _ in tables.RIVALS}
+
+
+def test_a_method_is_compared_with_itself_at_the_shorter_lag_by_seed():
+  fresh = _table(
+    {
+      ("sync", 0, 1e-4): [0.5, 0.6, 0.7],
+      ("TOPR", 4, 1e-4): [0.45, 0.45, 0.6],  # the second alone loses more than .1
+      ("TOPR", 10, 1e-4): [0.4, 0.4, 0.55],
+      ("TOPR", 10, 2e-4): [0.9, 0.9, 0.9],  # not the chosen rate
+    }
+  )
+  chosen = _table({("sync", 0, 1e-4): [0.5], ("TOPR", 4, 1e-4): [0.4], ("TOPR", 10, 1e-4): [0.4]})
+  *_, first, second_line = paired.Study(fresh, [chosen], (0, 4, 10)).by_lag("TOPR", 1).splitlines()
+  assert first.startswith("| 4 | 1e-4 | ")
+  assert first.endswith(" | 1 of 3 |  |")
+  assert second_line.endswith(" | 2 of 3 | **−.050 ± .000** |")
+
+
+def test_what_is_covered_says_fresh_seeds_edges_and_tries(study):
+  tries = [_table({("SAT", 10, 1e-4): [0.5, 0.6]}), _table({("SAT", 10, 1e-4): [0.5]})]
+  lines = paired.coverage([study], tries, ["PPO", "SAT"], (10, 32)).splitlines()[2:]
+  assert lines == ["| PPO | 3* | – |", "| SAT | (3) | – |"]
 
 
 def test_what_opob_adds_is_paired_by_seed():
