@@ -20,7 +20,7 @@ runs on other seeds than the item's, made before; `%best` is the same for the be
 
 Runs already in the folder are not repeated, so a plan that ran out of time can be given again. Warm starts are kept in
 the folder, and runs from other warm starts are refused: only runs of one warm start are paired. What the results say:
-lag_sweep.md, and which_correction.md for the study on fresh seeds.
+lag_sweep.md, and which_correction.md for the studies on fresh seeds.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import operator
 import pathlib
 import re
 from collections.abc import Callable
@@ -201,6 +202,15 @@ def comparisons() -> int:
   return sum(x.comparisons for x in studies()) + several + len(RIVALS) + by_lag
 
 
+def all_comparisons() -> str:
+  """Returns how many runs, fresh seeds and comparisons the studies have together, as a sentence."""
+  configs, seeds = ([len(getattr(x.fresh, name)) for x in studies()] for name in ("configs", "seeds"))
+  return (
+    f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
+    " four studies, over the seeds of several, with TOPR, and of TOPR by lag."
+  )
+
+
 def _difference(method: str, other: str, lag: int, rate: float, rate_of_other: float) -> tuple[str, str]:
   """Returns the number of seeds on which studies have both configurations, and how they differ over all of them."""
   found = paired.having(paired.having(studies(), (method, lag, rate)), (other, lag, rate_of_other))
@@ -281,9 +291,7 @@ def columns() -> list[second.Column]:
 #: The tables by name.
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
-  "all comparisons": lambda: (
-    f"{comparisons()} comparisons in the four studies, over the seeds of several, with TOPR, and of TOPR by lag."
-  ),
+  "all comparisons": all_comparisons,
   "several studies": lambda: paired.together(studies(), comparisons()),
   "rivals": rivals,
   "ingredients": ingredients,

@@ -45,12 +45,13 @@ OTHERS = ("GSM8K", "the same with Gemma", "colabs/")
   ("page", "least"),
   [
     (tables.PAGES / "which_correction.md", 10),
+    (tables.PAGES / "which_correction_details.md", 10),
     (tables.PAGES / "nearest_to_sync.md", 10),
     (tables.PAGES / "second_task.md", 10),
     (tables.PAGES.parent / "README.md", 10),
     (tables.PAGES.parents[1] / "README.md", 3),
   ],
-  ids=["which correction", "nearest to sync", "second task", "experiments", "the first page"],
+  ids=["which correction", "its details", "nearest to sync", "second task", "experiments", "the first page"],
 )
 def test_every_figure_in_the_text_about_fresh_seeds_stands_in_a_table(page, least):
   prose = re.sub(r"<!-- table.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
@@ -111,6 +112,13 @@ def test_all_comparisons_are_counted():
   extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
   assert all("±" in cell for cell in extra)
   assert tables.comparisons() == sum(study.comparisons for study in tables.studies()) + len(extra)
+
+
+def test_all_runs_and_seeds_are_counted():
+  runs = sum(int(tables.counts(study).split()[0]) for study in tables.studies())
+  seeds = {seed for study in tables.studies() for seed in study.fresh.seeds}
+  counted = f"{runs:,} runs on {len(seeds)} fresh seeds; {tables.comparisons()} comparisons "
+  assert tables.all_comparisons().startswith(counted)
 
 
 def test_rivals_of_topr_are_compared_by_seed():
