@@ -10,7 +10,6 @@ page with what this command makes of the result files.
 from __future__ import annotations
 
 import argparse
-import functools
 import operator
 import pathlib
 import re
@@ -18,137 +17,23 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments.reproductions import _async_rlhf_plan as rlhf_plans
 from experiments.reproductions import _async_rlhf_report as rlhf_reports
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _lag_sweep_second as second
 from experiments.reproductions import _real_model_report as real
+from experiments.reproductions import _results as results
 from experiments.reproductions import async_rlhf
 from experiments.reproductions import real_model
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
-from experiments.reproductions._lag_sweep_plan import Results
-from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
 
 PAGES = pathlib.Path(__file__).parent
-FRESH = reports.RESULTS / "fresh_seeds"
-LATER = reports.RESULTS / "later_methods"
-GAC_WORDS = reports.RESULTS / "gac_words"
-GAC_CH4 = reports.RESULTS / "gac_map"
-MISSING = reports.RESULTS / "missing_methods"
-REMAINING = reports.RESULTS / "remaining_methods"
-SORTING = reports.RESULTS / "small_sorting"
-#: Runs of the pretrained model from a start of their own.
-REAL_LAG_8 = reports.RESULTS / "real_model_512_lag8" / "real_model.csv"
-REAL_LAGS = reports.RESULTS / "real_model_512_lags" / "real_model.csv"
-#: The seeds on which the study of later methods tried rates, and those that it reports.
-TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
-#: Those of the study of missing methods.
-MISSING_TRIED, MISSING_REPORTED = range(3300, 3303), range(3200, 3220)
-#: Those of the study of what that one was stopped before.
-REMAINING_TRIED, REMAINING_REPORTED = range(3500, 3503), range(3400, 3420)
-#: Those of the map of GAC on ch4, and the lags that it finished.
-GAC_TRIED, GAC_REPORTED, GAC_LAGS = range(3100, 3102), range(3000, 3020), (10,)
 
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-@functools.cache
-def earlier() -> Table:
-  """Returns the runs on the seeds that rates and methods were chosen on."""
-  return Table.load(reports.RESULTS / "lag_sweep_ch4.npz")
-
-
-@functools.cache
-def study() -> paired.Study:
-  """Returns the first study on fresh seeds."""
-  return paired.Study(Table.of(Results(FRESH), "ch4"), [earlier()])
-
-
-@functools.cache
-def tried() -> Table:
-  """Returns the runs of the study of later methods that tried rates."""
-  return Table.of(Results(LATER), "ch4", TRIED)
-
-
-@functools.cache
-def later() -> paired.Study:
-  """Returns the study of later methods."""
-  return paired.Study(Table.of(Results(LATER), "ch4", REPORTED), [tried(), earlier()])
-
-
-@functools.cache
-def missing_tried() -> Table:
-  """Returns the runs of the study of missing methods that tried rates and combinations."""
-  return Table.of(Results(MISSING), "ch4", MISSING_TRIED)
-
-
-@functools.cache
-def missing() -> paired.Study:
-  """Returns the study of missing methods."""
-  return paired.Study(Table.of(Results(MISSING), "ch4", MISSING_REPORTED), [missing_tried(), tried(), earlier()])
-
-
-@functools.cache
-def remaining_tried() -> Table:
-  """Returns the runs of the study of remaining methods that tried rates."""
-  return Table.of(Results(REMAINING), "ch4", REMAINING_TRIED)
-
-
-@functools.cache
-def remaining() -> paired.Study:
-  """Returns the study of remaining methods."""
-  choices = [remaining_tried(), missing_tried(), tried(), earlier()]
-  return paired.Study(Table.of(Results(REMAINING), "ch4", REMAINING_REPORTED), choices, (0, 4, 10, 32, 128))
-
-
-@functools.cache
-def sorting() -> paired.Study:
-  """Returns the study of sorting: rates are chosen on seeds 5100 and 5101."""
-  results = Results(SORTING)
-  tried = Table.of(results, "sort10", range(5100, 5102))
-  return paired.Study(Table.of(results, "sort10", range(5000, 5006)), [tried], (0, 10))
-
-
-def studies() -> list[paired.Study]:
-  """Returns all studies on fresh seeds of ch4."""
-  return [study(), later(), missing(), remaining()]
-
-
-@functools.cache
-def gac_words() -> maps.Map:
-  """Returns the map of GAC on the toy: chosen on seeds 0 and 1, run on those from 100 on."""
-  results = Results(GAC_WORDS)
-  return maps.Map(Table.of(results, "words", range(100)), Table.of(results, "words", range(100, 1000)))
-
-
-@functools.cache
-def gac_ch4() -> maps.Map:
-  """Returns the map of GAC on ch4."""
-  results = Results(GAC_CH4)
-  return maps.Map(Table.of(results, "ch4", GAC_TRIED), Table.of(results, "ch4", GAC_REPORTED), GAC_LAGS)
-
-
-@functools.cache
-def all_looks() -> list[rlhf_plans.Look]:
-  """Returns the measurements of the study of off-policy RLHF."""
-  return rlhf_plans.read(async_rlhf.RESULTS / async_rlhf.CSV)
-
-
-@functools.cache
-def looks() -> list[rlhf_plans.Look]:
-  """Returns those at the chosen rates on the seeds that it reports."""
-  return async_rlhf.STUDY.reports(all_looks())
-
-
-@functools.cache
-def real_runs(samples: int) -> real.Runs:
-  """Returns the runs of the pretrained model with updates of so many samples."""
-  return real.read(real_model.SCALES[samples].folder / "real_model.csv")
 
 
 def counts(study: paired.Study) -> str:
@@ -197,14 +82,14 @@ INGREDIENTS = (
 
 def comparisons() -> int:
   """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, and of TOPR by lag."""
-  several = len(paired.shared(studies())) + len(INGREDIENTS)
-  by_lag = sum(lag > 0 for lag in remaining().rows) - 1
-  return sum(x.comparisons for x in studies()) + several + len(RIVALS) + by_lag
+  several = len(paired.shared(results.studies())) + len(INGREDIENTS)
+  by_lag = sum(lag > 0 for lag in results.remaining().rows) - 1
+  return sum(x.comparisons for x in results.studies()) + several + len(RIVALS) + by_lag
 
 
 def all_comparisons() -> str:
   """Returns how many runs, fresh seeds and comparisons the studies have together, as a sentence."""
-  configs, seeds = ([len(getattr(x.fresh, name)) for x in studies()] for name in ("configs", "seeds"))
+  configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
     " four studies, over the seeds of several, with TOPR, and of TOPR by lag."
@@ -213,7 +98,7 @@ def all_comparisons() -> str:
 
 def _difference(method: str, other: str, lag: int, rate: float, rate_of_other: float) -> tuple[str, str]:
   """Returns the number of seeds on which studies have both configurations, and how they differ over all of them."""
-  found = paired.having(paired.having(studies(), (method, lag, rate)), (other, lag, rate_of_other))
+  found = paired.having(paired.having(results.studies(), (method, lag, rate)), (other, lag, rate_of_other))
   values = np.concatenate([x.accuracy(method, lag, rate) - x.accuracy(other, lag, rate_of_other) for x in found])
   return str(len(values)), verdict(values, comparisons())
 
@@ -254,7 +139,7 @@ def answers() -> str:
   """Returns a row per recommendation, with what was measured on the fresh seeds of all studies that have it."""
   rows = []
   for lag, advice, config in ANSWERS:
-    found = paired.having(studies(), config)
+    found = paired.having(results.studies(), config)
     accuracies = np.concatenate([x.accuracy(*config) for x in found])
     difference = verdict(np.concatenate([x.minus_sync(*config) for x in found]), comparisons())
     seeds = str(len(accuracies))
@@ -282,7 +167,7 @@ RATES_OF_SUMS = {
 def columns() -> list[second.Column]:
   """Returns what the methods were measured on: the task of the advice, twice its width, and another task."""
   return [
-    second.Column("sums, .64M parameters", studies(), RATES_OF_SUMS, comparisons()),
+    second.Column("sums, .64M parameters", results.studies(), RATES_OF_SUMS, comparisons()),
     second.Column.of("sums, 2.5M parameters", second.size(), second.comparisons()),
     second.Column.of("sorting, .64M parameters", second.lower(), second.comparisons()),
   ]
@@ -292,45 +177,48 @@ def columns() -> list[second.Column]:
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
   "all comparisons": all_comparisons,
-  "several studies": lambda: paired.together(studies(), comparisons()),
+  "several studies": lambda: paired.together(results.studies(), comparisons()),
   "rivals": rivals,
   "ingredients": ingredients,
-  "fresh counts": lambda: counts(study()),
-  "fresh, no lag": lambda: study().table(0),
-  "fresh, lag 10": lambda: study().table(10),
-  "fresh, lag 32": lambda: study().table(32),
-  "later counts": lambda: counts(later()),
-  "later, no lag": lambda: later().table(0),
-  "later, lag 10": lambda: later().table(10),
-  "later, lag 32": lambda: later().table(32),
-  "later, rates, lag 10": lambda: reports.by_rate(tried(), 10),
-  "later, rates, lag 32": lambda: reports.by_rate(tried(), 32),
-  "later, diagnostics": lambda: later().diagnostics((0, 10, 32)),
-  "missing counts": lambda: counts(missing()),
-  "missing, no lag": lambda: missing().table(0),
-  "missing, lag 10": lambda: missing().table(10),
-  "missing, lag 32": lambda: missing().table(32),
-  "missing, rates, lag 10": lambda: reports.by_rate(missing_tried(), 10),
-  "missing, rates, lag 32": lambda: reports.by_rate(missing_tried(), 32),
-  "missing, diagnostics": lambda: missing().diagnostics((0, 10, 32)),
-  "remaining counts": lambda: counts(remaining()),
-  "remaining, no lag": lambda: remaining().table(0),
-  "remaining, lag 4": lambda: remaining().table(4),
-  "remaining, lag 10": lambda: remaining().table(10),
-  "remaining, lag 32": lambda: remaining().table(32),
-  "remaining, lag 128": lambda: remaining().table(128),
-  "TOPR by lag": lambda: remaining().by_lag("TOPR", comparisons()),
+  "fresh counts": lambda: counts(results.study()),
+  "fresh, no lag": lambda: results.study().table(0),
+  "fresh, lag 10": lambda: results.study().table(10),
+  "fresh, lag 32": lambda: results.study().table(32),
+  "later counts": lambda: counts(results.later()),
+  "later, no lag": lambda: results.later().table(0),
+  "later, lag 10": lambda: results.later().table(10),
+  "later, lag 32": lambda: results.later().table(32),
+  "later, rates, lag 10": lambda: reports.by_rate(results.tried(), 10),
+  "later, rates, lag 32": lambda: reports.by_rate(results.tried(), 32),
+  "later, diagnostics": lambda: results.later().diagnostics((0, 10, 32)),
+  "missing counts": lambda: counts(results.missing()),
+  "missing, no lag": lambda: results.missing().table(0),
+  "missing, lag 10": lambda: results.missing().table(10),
+  "missing, lag 32": lambda: results.missing().table(32),
+  "missing, rates, lag 10": lambda: reports.by_rate(results.missing_tried(), 10),
+  "missing, rates, lag 32": lambda: reports.by_rate(results.missing_tried(), 32),
+  "missing, diagnostics": lambda: results.missing().diagnostics((0, 10, 32)),
+  "remaining counts": lambda: counts(results.remaining()),
+  "remaining, no lag": lambda: results.remaining().table(0),
+  "remaining, lag 4": lambda: results.remaining().table(4),
+  "remaining, lag 10": lambda: results.remaining().table(10),
+  "remaining, lag 32": lambda: results.remaining().table(32),
+  "remaining, lag 128": lambda: results.remaining().table(128),
+  "TOPR by lag": lambda: results.remaining().by_lag("TOPR", comparisons()),
   "covered": lambda: paired.coverage(
-    studies(), [earlier(), tried(), missing_tried(), remaining_tried()], COVERED, (4, 10, 32, 128)
+    results.studies(),
+    [results.earlier(), results.tried(), results.missing_tried(), results.remaining_tried()],
+    COVERED,
+    (4, 10, 32, 128),
   ),
-  "remaining, rates, lag 4": lambda: reports.by_rate(remaining_tried(), 4),
-  "remaining, rates, lag 10": lambda: reports.by_rate(remaining_tried(), 10),
-  "remaining, rates, lag 32": lambda: reports.by_rate(remaining_tried(), 32),
-  "remaining, rates, lag 128": lambda: reports.by_rate(remaining_tried(), 128),
-  "remaining, diagnostics": lambda: remaining().diagnostics((0, 4, 10, 32, 128)),
-  "sorting, counts": lambda: counts(sorting()),
-  "sorting, no lag": lambda: sorting().table(0),
-  "sorting, lag 10": lambda: sorting().table(10),
+  "remaining, rates, lag 4": lambda: reports.by_rate(results.remaining_tried(), 4),
+  "remaining, rates, lag 10": lambda: reports.by_rate(results.remaining_tried(), 10),
+  "remaining, rates, lag 32": lambda: reports.by_rate(results.remaining_tried(), 32),
+  "remaining, rates, lag 128": lambda: reports.by_rate(results.remaining_tried(), 128),
+  "remaining, diagnostics": lambda: results.remaining().diagnostics((0, 4, 10, 32, 128)),
+  "sorting, counts": lambda: counts(results.sorting()),
+  "sorting, no lag": lambda: results.sorting().table(0),
+  "sorting, lag 10": lambda: results.sorting().table(10),
   "transfer": lambda: second.beside(columns(), TRANSFERRED, (10, 32)),
   "second, counts": second.counts,
   "second, starts": second.starts_table,
@@ -344,39 +232,41 @@ TABLES: dict[str, Callable[[], str]] = {
   "lower rates, diagnostics": lambda: second.lower().diagnostics((0, 10, 32)),
   "second size": second.size_table,
   "second size, rates": lambda: reports.by_rate(second.size_tables(all_starts=False)[0], 10, intervals=False),
-  "best rates": lambda: reports.best_rates(earlier(), reports.SHOWN, differences=False),
-  "momentum and lead": lambda: reports.momentum_and_lead(earlier(), 10),
-  "gac, cosines": lambda: maps.cosines(earlier(), (10, 32)),
-  "gac, words, counts": lambda: gac_words().counts(),
-  "gac, words": lambda: gac_words().differences(),
-  "gac, words, thresholds": lambda: gac_words().thresholds(),
-  "gac, words, choices": lambda: gac_words().choices(),
-  "gac, ch4, counts": lambda: gac_ch4().counts(),
-  "gac, ch4": lambda: gac_ch4().differences(),
-  "gac, ch4, thresholds": lambda: gac_ch4().thresholds(),
-  "gac, ch4, choices": lambda: gac_ch4().choices(),
-  "rlhf, counts": lambda: rlhf_reports.counts(all_looks(), async_rlhf.STUDY),
-  "rlhf, rates": lambda: rlhf_reports.rates(all_looks(), async_rlhf.STUDY),
-  "rlhf": lambda: rlhf_reports.table(looks()),
-  "rlhf, more rounds": lambda: rlhf_reports.differences_to_one_round(looks()),
-  "rlhf, losses": lambda: rlhf_reports.losses_to_method(looks(), "online_dpo"),
-  "rlhf, methods": lambda: rlhf_reports.differences_to_method(looks(), "online_dpo"),
-  "rlhf, proxies": lambda: rlhf_reports.proxies(looks()),
-  "rlhf, over-optimization": lambda: rlhf_reports.over_optimization(all_looks(), async_rlhf.STUDY),
-  "real, accuracy": lambda: real.accuracy_table(real_runs(128)),
-  "real, end": lambda: real.end_table(real_runs(128)),
-  "real, signs": lambda: real.sign_table(real_runs(128)),
-  "real 512, accuracy": lambda: real.accuracy_table(real_runs(512)),
-  "real 512, end": lambda: real.end_table(real_runs(512), real_model.SCALES[512].evaluated),
-  "real 512, rewards": lambda: real.reward_table(real_runs(512)),
-  "real 512, signs": lambda: real.sign_table(real_runs(512)),
-  "real 512 lag 8, accuracy": lambda: real.accuracy_table(real.read(REAL_LAG_8)),
-  "real 512 lag 8, end": lambda: real.end_table(real.read(REAL_LAG_8), real_model.SCALES[512].evaluated),
-  "real 512 lag 8, signs": lambda: real.sign_table(real.read(REAL_LAG_8)),
-  "real 512 lags, accuracy": lambda: real.accuracy_table(real.read(REAL_LAGS)),
-  "real 512 lags, end": lambda: real.end_table(real.read(REAL_LAGS), real_model.SCALES[512].evaluated, every_lag=True),
-  "real 512 lags, rewards": lambda: real.reward_table(real.read(REAL_LAGS)),
-  "real 512 lags, signs": lambda: real.sign_table(real.read(REAL_LAGS)),
+  "best rates": lambda: reports.best_rates(results.earlier(), reports.SHOWN, differences=False),
+  "momentum and lead": lambda: reports.momentum_and_lead(results.earlier(), 10),
+  "gac, cosines": lambda: maps.cosines(results.earlier(), (10, 32)),
+  "gac, words, counts": lambda: results.gac_words().counts(),
+  "gac, words": lambda: results.gac_words().differences(),
+  "gac, words, thresholds": lambda: results.gac_words().thresholds(),
+  "gac, words, choices": lambda: results.gac_words().choices(),
+  "gac, ch4, counts": lambda: results.gac_ch4().counts(),
+  "gac, ch4": lambda: results.gac_ch4().differences(),
+  "gac, ch4, thresholds": lambda: results.gac_ch4().thresholds(),
+  "gac, ch4, choices": lambda: results.gac_ch4().choices(),
+  "rlhf, counts": lambda: rlhf_reports.counts(results.all_looks(), async_rlhf.STUDY),
+  "rlhf, rates": lambda: rlhf_reports.rates(results.all_looks(), async_rlhf.STUDY),
+  "rlhf": lambda: rlhf_reports.table(results.looks()),
+  "rlhf, more rounds": lambda: rlhf_reports.differences_to_one_round(results.looks()),
+  "rlhf, losses": lambda: rlhf_reports.losses_to_method(results.looks(), "online_dpo"),
+  "rlhf, methods": lambda: rlhf_reports.differences_to_method(results.looks(), "online_dpo"),
+  "rlhf, proxies": lambda: rlhf_reports.proxies(results.looks()),
+  "rlhf, over-optimization": lambda: rlhf_reports.over_optimization(results.all_looks(), async_rlhf.STUDY),
+  "real, accuracy": lambda: real.accuracy_table(results.real_runs(128)),
+  "real, end": lambda: real.end_table(results.real_runs(128)),
+  "real, signs": lambda: real.sign_table(results.real_runs(128)),
+  "real 512, accuracy": lambda: real.accuracy_table(results.real_runs(512)),
+  "real 512, end": lambda: real.end_table(results.real_runs(512), real_model.SCALES[512].evaluated),
+  "real 512, rewards": lambda: real.reward_table(results.real_runs(512)),
+  "real 512, signs": lambda: real.sign_table(results.real_runs(512)),
+  "real 512 lag 8, accuracy": lambda: real.accuracy_table(real.read(results.REAL_LAG_8)),
+  "real 512 lag 8, end": lambda: real.end_table(real.read(results.REAL_LAG_8), real_model.SCALES[512].evaluated),
+  "real 512 lag 8, signs": lambda: real.sign_table(real.read(results.REAL_LAG_8)),
+  "real 512 lags, accuracy": lambda: real.accuracy_table(real.read(results.REAL_LAGS)),
+  "real 512 lags, end": lambda: real.end_table(
+    real.read(results.REAL_LAGS), real_model.SCALES[512].evaluated, every_lag=True
+  ),
+  "real 512 lags, rewards": lambda: real.reward_table(real.read(results.REAL_LAGS)),
+  "real 512 lags, signs": lambda: real.sign_table(real.read(results.REAL_LAGS)),
 }
 
 
@@ -404,10 +294,10 @@ def main(arguments: list[str] | None = None) -> None:
     return
   for page in sorted(PAGES.glob("*.md")):
     page.write_text(fill(page.read_text()))
-  study().draw(reports.RESULTS / "fresh_seeds.png")
-  later().draw(reports.RESULTS / "later_methods.png")
-  missing().draw(reports.RESULTS / "missing_methods.png")
-  remaining().draw(reports.RESULTS / "remaining_methods.png")
+  results.study().draw(reports.RESULTS / "fresh_seeds.png")
+  results.later().draw(reports.RESULTS / "later_methods.png")
+  results.missing().draw(reports.RESULTS / "missing_methods.png")
+  results.remaining().draw(reports.RESULTS / "remaining_methods.png")
   second.draw(columns(), TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 

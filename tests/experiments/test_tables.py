@@ -16,10 +16,10 @@ from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_methods as sweep_methods
 from experiments.reproductions import _lag_sweep_paired as paired
-from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_run as runs
 from experiments.reproductions import _lag_sweep_second as second
 from experiments.reproductions import _lag_sweep_table as sweep
+from experiments.reproductions import _results as results
 from experiments.reproductions import tables
 
 PAGES = sorted(tables.PAGES.glob("*.md"))
@@ -88,18 +88,9 @@ def test_an_example_on_the_page_is_what_was_measured(place, loss, exact):
   assert objective.needs_exact_norms is exact
 
 
-def test_no_fresh_seed_was_chosen_on():
-  reported = [set(study.fresh.seeds) for study in tables.studies()]
-  assert min(map(len, reported)) >= 20
-  assert len(set().union(*reported)) == sum(map(len, reported))
-  tried = {*tables.earlier().seeds, *tables.TRIED, *tables.MISSING_TRIED, *tables.REMAINING_TRIED}
-  assert not set().union(*reported) & tried
-  assert set(tables.MISSING_TRIED) == set(tables.missing_tried().seeds)
-
-
 @pytest.mark.parametrize("name", ["study", "later", "missing", "remaining"])
 def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
-  study = getattr(tables, name)()
+  study = getattr(results, name)()
   shown = [line.split("|")[4:] for lag in study.rows for line in study.table(lag).splitlines()[2:]]
   differences = [cell for line in shown for cell in line if "±" in cell]
   assert len(differences) == study.comparisons
@@ -111,36 +102,20 @@ def test_all_comparisons_are_counted():
   shown.append("\n".join(line for line in tables.TABLES["TOPR by lag"]().splitlines() if not line.startswith("| 4 ")))
   extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
   assert all("±" in cell for cell in extra)
-  assert tables.comparisons() == sum(study.comparisons for study in tables.studies()) + len(extra)
+  assert tables.comparisons() == sum(study.comparisons for study in results.studies()) + len(extra)
 
 
 def test_all_runs_and_seeds_are_counted():
-  runs = sum(int(tables.counts(study).split()[0]) for study in tables.studies())
-  seeds = {seed for study in tables.studies() for seed in study.fresh.seeds}
+  runs = sum(int(tables.counts(study).split()[0]) for study in results.studies())
+  seeds = {seed for study in results.studies() for seed in study.fresh.seeds}
   counted = f"{runs:,} runs on {len(seeds)} fresh seeds; {tables.comparisons()} comparisons "
   assert tables.all_comparisons().startswith(counted)
 
 
 def test_rivals_of_topr_are_compared_by_seed():
   (line,) = [x for x in tables.rivals().splitlines() if x.startswith("| VESPO | 10 ")]
-  differences = np.subtract(*(tables.later().minus_sync(name, 10, 2e-4) for name in ("VESPO", "TOPR")))
+  differences = np.subtract(*(results.later().minus_sync(name, 10, 2e-4) for name in ("VESPO", "TOPR")))
   assert line.split(" | ")[3:] == ["20", intervals.verdict(differences, tables.comparisons()) + " |"]
-
-
-@pytest.mark.parametrize(
-  ("name", "tries"), [("later", "tried"), ("missing", "missing_tried"), ("remaining", "remaining_tried")]
-)
-def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, tries):
-  study, tried = getattr(tables, name)(), getattr(tables, tries)()
-  rows = [
-    row for lag in study.rows if lag for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()
-  ]
-  assert len(rows) >= 10
-  for row in rows:
-    method, lag, rate = study.fresh.configs[row.config]
-    if tried.rates(method, lag):
-      assert row.chosen
-      assert row.edge is (rate in (min(tried.rates(method, lag)), max(tried.rates(method, lag))))
 
 
 def test_the_map_of_gac_compares_the_chosen_with_the_correction_and_with_random_skips():
@@ -163,59 +138,6 @@ def test_the_map_of_gac_compares_the_chosen_with_the_correction_and_with_random_
   assert drawn.counts() == "11 runs on 1 seeds to choose on, 9 on 3 others, 0 to 2; 2 comparisons."
   begun = maps.Map(_table(tried | {("TOPR", 32, 0.1): [0.5]}), _table(fresh), lags=(10,))
   assert begun.differences() == drawn.differences()  # what was tried at lag 32 alone stays out
-
-
-@pytest.mark.parametrize(("name", "folder"), [("gac_words", tables.GAC_WORDS), ("gac_ch4", tables.GAC_CH4)])
-def test_no_seed_of_the_map_of_gac_was_chosen_on(name, folder):
-  drawn = getattr(tables, name)()
-  assert not set(drawn.tried.seeds) & set(drawn.fresh.seeds)
-  assert not np.isnan(drawn.fresh.accuracy).any()
-  plan = {"gac_ch4": "gac_map"}.get(name, name)
-  results, items = plans.Results(folder), map(plans.parse, plans.read(tables.PAGES / f"{plan}.txt"))
-  assert not any(item.runs(results) or item.waiting(results) for item in items)  # the plan makes what the file has
-
-
-def test_the_plan_of_sorting_makes_what_its_file_has():
-  results, items = plans.Results(tables.SORTING), map(plans.parse, plans.read(tables.PAGES / "small_sorting.txt"))
-  assert not any(item.runs(results) or item.waiting(results) for item in items)
-  assert {run.seed for run in results.curves} == {*range(5000, 5006), 5100, 5101}
-
-
-@pytest.mark.parametrize(
-  ("name", "folder", "tried", "reported"),
-  [
-    ("second_task", second.TASK, second.TASK_TRIED, second.TASK_REPORTED),
-    ("lower_rates", second.LOWER, second.LOWER_TRIED, second.LOWER_REPORTED),
-    ("second_size", second.SIZE, second.SIZE_TRIED, second.SIZE_REPORTED),
-  ],
-)
-def test_the_plans_of_a_second_task_and_size_make_what_their_files_have(name, folder, tried, reported):
-  results, items = plans.Results(folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
-  assert not any(item.runs(results) or item.waiting(results) for item in items)
-  assert sum(
-    len(item.rates_of(item.names[0], lag, results)) * len(item.seeds) for item in items for lag in item.lags
-  ) == len(results.curves)
-  seeds = {run.seed for run in results.curves}
-  assert seeds == {*tried, *reported} == set(second.starts(folder))
-  assert not set(tried) & set(reported)
-
-
-@pytest.mark.parametrize("study", [second.task, second.lower, second.size, lambda: second.size(all_starts=False)])
-def test_every_method_of_a_second_task_and_size_ran_at_the_rate_that_its_own_tries_chose(study):
-  assert all(row.chosen for rows in study().rows.values() for row in rows)
-
-
-def test_no_rate_of_sorting_at_lower_rates_is_at_an_edge():
-  rows = [row for rows in second.lower().rows.values() for row in rows]
-  assert len(rows) == 14
-  assert not any(row.edge for row in rows)  # the page says so
-
-
-def test_the_rates_at_an_edge_in_the_study_of_remaining_methods_are_those_that_the_page_names():
-  study = tables.remaining()
-  edges = [study.fresh.configs[row.config] for rows in study.rows.values() for row in rows if row.edge]
-  assert edges == [("SAPO", 4, 5e-5), ("SAPO", 10, 5e-5), ("PPO", 32, 5e-5)]
-  assert not {(method, lag) for method, lag, _ in edges} & {(method, lag) for method, lag, _ in tables.RIVALS}
 
 
 def test_a_method_is_compared_with_itself_at_the_shorter_lag_by_seed():

@@ -1,0 +1,95 @@
+"""The result files of the sweep: plans make what they hold, no reported seed was chosen on, rates are the best."""
+
+import numpy as np
+import pytest
+
+from experiments.reproductions import _lag_sweep_plan as plans
+from experiments.reproductions import _lag_sweep_second as second
+from experiments.reproductions import _results as results
+from experiments.reproductions import tables
+
+
+def test_no_fresh_seed_was_chosen_on():
+  reported = [set(study.fresh.seeds) for study in results.studies()]
+  assert min(map(len, reported)) >= 20
+  assert len(set().union(*reported)) == sum(map(len, reported))
+  tried = {*results.earlier().seeds, *results.TRIED, *results.MISSING_TRIED, *results.REMAINING_TRIED}
+  assert not set().union(*reported) & tried
+  assert set(results.MISSING_TRIED) == set(results.missing_tried().seeds)
+
+
+@pytest.mark.parametrize(
+  ("name", "tries"), [("later", "tried"), ("missing", "missing_tried"), ("remaining", "remaining_tried")]
+)
+def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, tries):
+  study, tried = getattr(results, name)(), getattr(results, tries)()
+  rows = [
+    row for lag in study.rows if lag for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()
+  ]
+  assert len(rows) >= 10
+  for row in rows:
+    method, lag, rate = study.fresh.configs[row.config]
+    if tried.rates(method, lag):
+      assert row.chosen
+      assert row.edge is (rate in (min(tried.rates(method, lag)), max(tried.rates(method, lag))))
+
+
+@pytest.mark.parametrize(
+  ("name", "folder"),
+  [
+    ("remaining_methods", results.REMAINING),
+    ("gac_words", results.GAC_WORDS),
+    ("gac_map", results.GAC_CH4),
+    ("small_sorting", results.SORTING),
+    ("second_task", second.TASK),
+    ("lower_rates", second.LOWER),
+    ("second_size", second.SIZE),
+  ],
+)
+def test_a_plan_makes_what_its_file_has(name, folder):
+  held, items = plans.Results(folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
+  assert len(held.curves) > 30
+  assert not any(item.runs(held) or item.waiting(held) for item in items)
+
+
+@pytest.mark.parametrize("name", ["gac_words", "gac_ch4"])
+def test_no_seed_of_the_map_of_gac_was_chosen_on(name):
+  drawn = getattr(results, name)()
+  assert not set(drawn.tried.seeds) & set(drawn.fresh.seeds)
+  assert not np.isnan(drawn.fresh.accuracy).any()
+
+
+@pytest.mark.parametrize(
+  ("name", "folder", "tried", "reported"),
+  [
+    ("second_task", second.TASK, second.TASK_TRIED, second.TASK_REPORTED),
+    ("lower_rates", second.LOWER, second.LOWER_TRIED, second.LOWER_REPORTED),
+    ("second_size", second.SIZE, second.SIZE_TRIED, second.SIZE_REPORTED),
+  ],
+)
+def test_the_plans_of_a_second_task_and_size_make_no_more_than_their_files_have(name, folder, tried, reported):
+  held, items = plans.Results(folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
+  assert sum(
+    len(item.rates_of(item.names[0], lag, held)) * len(item.seeds) for item in items for lag in item.lags
+  ) == len(held.curves)
+  seeds = {run.seed for run in held.curves}
+  assert seeds == {*tried, *reported} == set(second.starts(folder))
+  assert not set(tried) & set(reported)
+
+
+@pytest.mark.parametrize("study", [second.task, second.lower, second.size, lambda: second.size(all_starts=False)])
+def test_every_method_of_a_second_task_and_size_ran_at_the_rate_that_its_own_tries_chose(study):
+  assert all(row.chosen for rows in study().rows.values() for row in rows)
+
+
+def test_no_rate_of_sorting_at_lower_rates_is_at_an_edge():
+  rows = [row for rows in second.lower().rows.values() for row in rows]
+  assert len(rows) == 14
+  assert not any(row.edge for row in rows)  # the page says so
+
+
+def test_the_rates_at_an_edge_in_the_study_of_remaining_methods_are_those_that_the_page_names():
+  study = results.remaining()
+  edges = [study.fresh.configs[row.config] for rows in study.rows.values() for row in rows if row.edge]
+  assert edges == [("SAPO", 4, 5e-5), ("SAPO", 10, 5e-5), ("PPO", 32, 5e-5)]
+  assert not {(method, lag) for method, lag, _ in edges} & {(method, lag) for method, lag, _ in tables.RIVALS}
