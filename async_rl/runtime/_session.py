@@ -149,15 +149,16 @@ class Session:
     self._held_out = HeldOutEvaluator(experiment, inputs, self._scorer)
     if saved:
       self._restore_host_state(saved)
+    host = None if saved else self._collect_host_state()  # before, since the sampler takes one call at a time
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-      compiling = pool.submit(self._compile_sampler)  # the first checkpoint waits for copies from the devices meanwhile
-      if not saved:
-        self.save()
-      self.stop.activity = "compiling the sampler"
+      compiling = pool.submit(self._compile_sampler)
+      if host is not None:
+        self._start_checkpoint(host)  # waits for copies from the devices meanwhile
       compiling.result()
 
   def _compile_sampler(self) -> None:
     if self._roles.samples:
+      self.stop.activity = "compiling the sampler"
       self._sampler.warmup(resumes=self._encoder.has_tool)
 
   def _open_log(self, stack: contextlib.ExitStack, rows: int) -> None:
@@ -378,9 +379,14 @@ class Session:
 
   def save(self) -> None:
     """Starts a checkpoint of the current version, the actor paused between two chunks."""
+    self._start_checkpoint(self._collect_host_state())
+
+  def _collect_host_state(self) -> dict[str, Any]:
     self._log.flush()
     with self.actor.paused():
-      host = self.host_state.collect()
+      return self.host_state.collect()
+
+  def _start_checkpoint(self, host: dict[str, Any]) -> None:
     self._checkpoints.save(self.version, self.state, host, states_of_samplers(self.hosts, self._roles, host))
 
 

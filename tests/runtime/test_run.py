@@ -66,7 +66,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, lag):
 
 def test_the_sampler_is_compiled_while_the_first_checkpoint_is_taken(tmp_path, monkeypatch):
   compiling, compiled = threading.Event(), []
-  warmup, save = Engine.warmup, Checkpointer.save
+  warmup, save, snapshot = Engine.warmup, Checkpointer.save, Engine.snapshot
 
   def slow_save(self, step, *args):
     assert step or compiling.wait(60)
@@ -77,11 +77,31 @@ def test_the_sampler_is_compiled_while_the_first_checkpoint_is_taken(tmp_path, m
     warmup(self, resumes)
     compiled.append(self.compilations)
 
+  def noted_snapshot(self):
+    assert compiled or not compiling.is_set()  # a sampler takes one call at a time
+    return snapshot(self)
+
   monkeypatch.setattr(Checkpointer, "save", slow_save)
   monkeypatch.setattr(Engine, "warmup", noted_warmup)
+  monkeypatch.setattr(Engine, "snapshot", noted_snapshot)
   summary = runtime.train(tiny(run_dir=str(tmp_path), steps=1))
   assert summary.version == 1
   assert compiled[0] > 0
+
+
+@pytest.mark.parametrize(("where", "name"), [(Engine, "warmup"), (Checkpointer, "save")])
+def test_an_error_beside_the_other_half_of_a_start_ends_it_and_the_next_start_goes_on(
+  tmp_path, monkeypatch, where, name
+):
+  def fail(*_, **__):
+    raise MemoryError(name)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(where, name, fail)
+    with pytest.raises(MemoryError, match=name):
+      runtime.train(tiny(run_dir=str(tmp_path / "run"), steps=1))
+  assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+  assert runtime.train(tiny(run_dir=str(tmp_path / "run"), steps=1)).version == 1
 
 
 @pytest.mark.parametrize("lag", ["fixed", "heavy"])
