@@ -21,6 +21,7 @@ def run_on_devices(
     **variables: further variables of its environment.
 
   Raises:
+    ValueError: if CUDA_VISIBLE_DEVICES leaves too few devices.
     RuntimeError: if it fails; the message ends with the last that it wrote.
   """
   environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)} | variables
@@ -28,8 +29,12 @@ def run_on_devices(
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={len(devices)}"
     environment["XLA_FLAGS"] = flags
   else:
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] if names else str(i) for i in devices)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    needed = max(devices) + 1
+    names = [*map(str, range(needed))] if visible is None else [name for name in visible.split(",") if name]
+    if needed > len(names):
+      raise ValueError(f"CUDA_VISIBLE_DEVICES={visible} must name {needed} devices or more, got {len(names)}.")
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in devices)
   done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
   if done.returncode:
     raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-3000:]}")

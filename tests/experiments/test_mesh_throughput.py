@@ -93,7 +93,7 @@ def test_all_runs_are_made_but_where_kinds_are_asked_for(only, expected, tmp_pat
   assert sorted(row["run"] for row in json.loads((tmp_path / "out").read_text())["runs"]) == sorted(expected)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "1,0"), ("", "1,0"), ("3,5,7", "5,3")])
+@pytest.mark.parametrize(("given", "expected"), [(None, "1,0"), ("3,5,7", "5,3"), ("GPU-8a,GPU-1f", "GPU-1f,GPU-8a")])
 def test_devices_are_counted_among_those_that_the_caller_leaves(given, expected, tmp_path, monkeypatch):
   monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
   if given is not None:
@@ -101,6 +101,13 @@ def test_devices_are_counted_among_those_that_the_caller_leaves(given, expected,
   program = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
   run_on_devices([sys.executable, "-c", program], [1, 0], tmp_path, forced=False)
   assert (tmp_path / "seen").read_text() == expected
+
+
+@pytest.mark.parametrize("given", ["", "3"])
+def test_more_devices_than_the_caller_leaves_are_refused(given, tmp_path, monkeypatch):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+  with pytest.raises(ValueError, match=f"CUDA_VISIBLE_DEVICES={given} must name 2 devices"):
+    run_on_devices([sys.executable, "-c", ""], [0, 1], tmp_path, forced=False)
 
 
 def test_who_needs_few_devices_does_not_overtake_who_needs_many():
