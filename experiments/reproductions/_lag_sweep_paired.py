@@ -228,10 +228,7 @@ class Study:
     size = (8.5, 0.27 * sum(heights) + 0.8)
     figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
     for axis, (lag, rows) in zip(axes[:, 0], panels.items(), strict=True):
-      for chosen, color, label in (
-        (True, "C0", "rate chosen on other seeds"),
-        (False, "0.6", "another rate"),
-      ):
+      for chosen, color, label in ((True, "C0", "rate chosen on other seeds"), (False, "0.6", "another rate")):
         places = [y for y, row in enumerate(rows) if row.chosen is chosen]
         found = [self.fresh.difference(rows[y].config, self.sync) for y in places]
         means, halves = [x.mean for x in found], [x.half for x in found]
