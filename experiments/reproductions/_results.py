@@ -21,9 +21,6 @@ GAC_CH4 = reports.RESULTS / "gac_map"
 MISSING = reports.RESULTS / "missing_methods"
 REMAINING = reports.RESULTS / "remaining_methods"
 SORTING = reports.RESULTS / "small_sorting"
-#: Runs of the pretrained model from a start of their own.
-REAL_LAG_8 = reports.RESULTS / "real_model_512_lag8" / "real_model.csv"
-REAL_LAGS = reports.RESULTS / "real_model_512_lags" / "real_model.csv"
 #: The seeds on which the study of later methods tried rates, and those that it reports.
 TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
 #: Those of the study of missing methods.
@@ -126,3 +123,15 @@ def looks() -> list[rlhf_plans.Look]:
 def real_runs(samples: int) -> real.Runs:
   """Returns the runs of the pretrained model with updates of so many samples."""
   return real.read(real_model.SCALES[samples].folder / "real_model.csv")
+
+
+@functools.cache
+def real_lag_8() -> real.Runs:
+  """Returns those with 512 at lag 8, from a start of their own."""
+  return real.read(reports.RESULTS / "real_model_512_lag8" / "real_model.csv")
+
+
+@functools.cache
+def real_lags() -> real.Runs:
+  """Returns those with 512 at four lags, from a third start."""
+  return real.read(reports.RESULTS / "real_model_512_lags" / "real_model.csv")

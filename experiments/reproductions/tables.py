@@ -10,6 +10,7 @@ page with what this command makes of the result files.
 from __future__ import annotations
 
 import argparse
+import functools
 import operator
 import pathlib
 import re
@@ -29,6 +30,7 @@ from experiments.reproductions import real_model
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
+from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
 
 PAGES = pathlib.Path(__file__).parent
@@ -173,6 +175,19 @@ def columns() -> list[second.Column]:
   ]
 
 
+def _of_study(
+  name: str, study: Callable[[], paired.Study], lags: tuple[int, ...], tried: Callable[[], Table] | None = None
+) -> dict[str, Callable[[], str]]:
+  """Returns the tables of a study by name; with what it tried rates on, those of the rates and of the diagnostics."""
+  tables = {f"{name} counts": lambda: counts(study()), f"{name}, no lag": lambda: study().table(0)}
+  tables |= {f"{name}, lag {lag}": functools.partial(lambda lag: study().table(lag), lag) for lag in lags}
+  if tried is not None:
+    rates = functools.partial(lambda made, lag: reports.by_rate(made(), lag), tried)
+    tables |= {f"{name}, rates, lag {lag}": functools.partial(rates, lag) for lag in lags}
+    tables[f"{name}, diagnostics"] = lambda: study().diagnostics((0, *lags))
+  return tables
+
+
 #: The tables by name.
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
@@ -180,30 +195,10 @@ TABLES: dict[str, Callable[[], str]] = {
   "several studies": lambda: paired.together(results.studies(), comparisons()),
   "rivals": rivals,
   "ingredients": ingredients,
-  "fresh counts": lambda: counts(results.study()),
-  "fresh, no lag": lambda: results.study().table(0),
-  "fresh, lag 10": lambda: results.study().table(10),
-  "fresh, lag 32": lambda: results.study().table(32),
-  "later counts": lambda: counts(results.later()),
-  "later, no lag": lambda: results.later().table(0),
-  "later, lag 10": lambda: results.later().table(10),
-  "later, lag 32": lambda: results.later().table(32),
-  "later, rates, lag 10": lambda: reports.by_rate(results.tried(), 10),
-  "later, rates, lag 32": lambda: reports.by_rate(results.tried(), 32),
-  "later, diagnostics": lambda: results.later().diagnostics((0, 10, 32)),
-  "missing counts": lambda: counts(results.missing()),
-  "missing, no lag": lambda: results.missing().table(0),
-  "missing, lag 10": lambda: results.missing().table(10),
-  "missing, lag 32": lambda: results.missing().table(32),
-  "missing, rates, lag 10": lambda: reports.by_rate(results.missing_tried(), 10),
-  "missing, rates, lag 32": lambda: reports.by_rate(results.missing_tried(), 32),
-  "missing, diagnostics": lambda: results.missing().diagnostics((0, 10, 32)),
-  "remaining counts": lambda: counts(results.remaining()),
-  "remaining, no lag": lambda: results.remaining().table(0),
-  "remaining, lag 4": lambda: results.remaining().table(4),
-  "remaining, lag 10": lambda: results.remaining().table(10),
-  "remaining, lag 32": lambda: results.remaining().table(32),
-  "remaining, lag 128": lambda: results.remaining().table(128),
+  **_of_study("fresh", results.study, (10, 32)),
+  **_of_study("later", results.later, (10, 32), results.tried),
+  **_of_study("missing", results.missing, (10, 32), results.missing_tried),
+  **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.remaining_tried),
   "TOPR by lag": lambda: results.remaining().by_lag("TOPR", comparisons()),
   "covered": lambda: paired.coverage(
     results.studies(),
@@ -211,11 +206,6 @@ TABLES: dict[str, Callable[[], str]] = {
     COVERED,
     (4, 10, 32, 128),
   ),
-  "remaining, rates, lag 4": lambda: reports.by_rate(results.remaining_tried(), 4),
-  "remaining, rates, lag 10": lambda: reports.by_rate(results.remaining_tried(), 10),
-  "remaining, rates, lag 32": lambda: reports.by_rate(results.remaining_tried(), 32),
-  "remaining, rates, lag 128": lambda: reports.by_rate(results.remaining_tried(), 128),
-  "remaining, diagnostics": lambda: results.remaining().diagnostics((0, 4, 10, 32, 128)),
   "sorting, counts": lambda: counts(results.sorting()),
   "sorting, no lag": lambda: results.sorting().table(0),
   "sorting, lag 10": lambda: results.sorting().table(10),
@@ -258,15 +248,13 @@ TABLES: dict[str, Callable[[], str]] = {
   "real 512, end": lambda: real.end_table(results.real_runs(512), real_model.SCALES[512].evaluated),
   "real 512, rewards": lambda: real.reward_table(results.real_runs(512)),
   "real 512, signs": lambda: real.sign_table(results.real_runs(512)),
-  "real 512 lag 8, accuracy": lambda: real.accuracy_table(real.read(results.REAL_LAG_8)),
-  "real 512 lag 8, end": lambda: real.end_table(real.read(results.REAL_LAG_8), real_model.SCALES[512].evaluated),
-  "real 512 lag 8, signs": lambda: real.sign_table(real.read(results.REAL_LAG_8)),
-  "real 512 lags, accuracy": lambda: real.accuracy_table(real.read(results.REAL_LAGS)),
-  "real 512 lags, end": lambda: real.end_table(
-    real.read(results.REAL_LAGS), real_model.SCALES[512].evaluated, every_lag=True
-  ),
-  "real 512 lags, rewards": lambda: real.reward_table(real.read(results.REAL_LAGS)),
-  "real 512 lags, signs": lambda: real.sign_table(real.read(results.REAL_LAGS)),
+  "real 512 lag 8, accuracy": lambda: real.accuracy_table(results.real_lag_8()),
+  "real 512 lag 8, end": lambda: real.end_table(results.real_lag_8(), real_model.SCALES[512].evaluated),
+  "real 512 lag 8, signs": lambda: real.sign_table(results.real_lag_8()),
+  "real 512 lags, accuracy": lambda: real.accuracy_table(results.real_lags()),
+  "real 512 lags, end": lambda: real.end_table(results.real_lags(), real_model.SCALES[512].evaluated, every_lag=True),
+  "real 512 lags, rewards": lambda: real.reward_table(results.real_lags()),
+  "real 512 lags, signs": lambda: real.sign_table(results.real_lags()),
 }
 
 
