@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import pathlib
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,6 +17,7 @@ from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
+from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_run import CURVES
 from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
@@ -80,6 +84,43 @@ CONTROL_OF = {
 
 #: What counts as a large loss of accuracy to sync.
 MUCH = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """The runs of a task in a folder, read once: on seeds that something was chosen on, and on fresh ones.
+
+  Attributes:
+    folder: the folder of the result files.
+    task: the name of the task.
+    tried: the seeds on which rates and methods were chosen.
+    reported: the fresh seeds.
+  """
+
+  folder: pathlib.Path
+  task: str
+  tried: Collection[int]
+  reported: Collection[int]
+
+  @property
+  def tries(self) -> Table:
+    """Returns the runs that something was chosen on."""
+    return self._tables[0]
+
+  @property
+  def fresh(self) -> Table:
+    """Returns the runs on fresh seeds."""
+    return self._tables[1]
+
+  def without(self, seeds: Collection[int]) -> Split:
+    """Returns the same runs but for some seeds."""
+    tried, reported = (tuple(s for s in part if s not in seeds) for part in (self.tried, self.reported))
+    return dataclasses.replace(self, tried=tried, reported=reported)
+
+  @functools.cached_property
+  def _tables(self) -> tuple[Table, Table]:
+    results = Results(self.folder)
+    return Table.of(results, self.task, self.tried), Table.of(results, self.task, self.reported)
 
 
 class Row(NamedTuple):

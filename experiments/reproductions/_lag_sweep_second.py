@@ -24,17 +24,11 @@ from experiments.reproductions._intervals import interval
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
-from experiments.reproductions._lag_sweep_plan import Results
-from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
 
-TASK = reports.RESULTS / "second_task"
-LOWER = reports.RESULTS / "lower_rates"
-SIZE = reports.RESULTS / "second_size"
-#: The seeds on which they tried rates, and those that they report.
-TASK_TRIED, TASK_REPORTED = range(4100, 4103), range(4000, 4020)
-LOWER_TRIED, LOWER_REPORTED = range(4500, 4503), range(4400, 4420)
-SIZE_TRIED, SIZE_REPORTED = range(4300, 4303), range(4200, 4220)
+TASK = paired.Split(reports.RESULTS / "second_task", "sort16", range(4100, 4103), range(4000, 4020))
+LOWER = paired.Split(reports.RESULTS / "lower_rates", "sort16", range(4500, 4503), range(4400, 4420))
+SIZE = paired.Split(reports.RESULTS / "second_size", "ch4wide", range(4300, 4303), range(4200, 4220))
 
 #: The correction that the others are compared with.
 BEST = "TOPR"
@@ -56,25 +50,25 @@ class Start(NamedTuple):
   accuracy: float
 
 
-def starts(folder: pathlib.Path) -> dict[int, Start]:
+def starts(runs: paired.Split) -> dict[int, Start]:
   """Returns the warm starts of a study by seed."""
-  with open(folder / "starts.csv", newline="") as lines:
+  with open(runs.folder / "starts.csv", newline="") as lines:
     return {int(row["seed"]): Start(int(row["updates"]), float(row["accuracy"])) for row in csv.DictReader(lines)}
 
 
-def poor(folder: pathlib.Path) -> list[int]:
+def poor(runs: paired.Split) -> list[int]:
   """Returns the seeds of a study whose warm start has an accuracy below `LEAST`."""
-  return [seed for seed, start in starts(folder).items() if start.accuracy < LEAST]
+  return [seed for seed, start in starts(runs).items() if start.accuracy < LEAST]
 
 
 def starts_table() -> str:
   """Returns a row per study: how its warm starts ended, and which are poor."""
   rows = []
   titles = {TASK: "sorting of 16", LOWER: "sorting of 16, lower rates", SIZE: "sums, twice the width"}
-  for folder, title in titles.items():
-    found = starts(folder)
+  for runs, title in titles.items():
+    found = starts(runs)
     updates, accuracies = zip(*found.values(), strict=True)
-    below = ", ".join(f"{seed} ({number(found[seed].accuracy, 3)})" for seed in poor(folder))
+    below = ", ".join(f"{seed} ({number(found[seed].accuracy, 3)})" for seed in poor(runs))
     spread = f"{number(min(accuracies), 3)} to {number(max(accuracies), 3)}"
     middle = number(float(np.median(accuracies)), 3)
     rows.append([title, str(len(found)), f"{min(updates):,} to {max(updates):,}", spread, middle, below or "–"])
@@ -82,46 +76,28 @@ def starts_table() -> str:
 
 
 @functools.cache
-def task_tried() -> Table:
-  """Returns the runs of sorting that tried rates."""
-  return Table.of(Results(TASK), "sort16", TASK_TRIED)
-
-
-@functools.cache
 def task() -> paired.Study:
   """Returns the study of sorting."""
-  return paired.Study(Table.of(Results(TASK), "sort16", TASK_REPORTED), [task_tried()])
-
-
-@functools.cache
-def lower_tried() -> Table:
-  """Returns the runs of sorting that tried lower rates."""
-  return Table.of(Results(LOWER), "sort16", LOWER_TRIED)
+  return paired.Study(TASK.fresh, [TASK.tries])
 
 
 @functools.cache
 def lower() -> paired.Study:
   """Returns the study of sorting at lower rates."""
-  return paired.Study(Table.of(Results(LOWER), "sort16", LOWER_REPORTED), [lower_tried()])
+  return paired.Study(LOWER.fresh, [LOWER.tries])
 
 
 @functools.cache
-def size_tables(all_starts: bool = True) -> tuple[Table, Table]:
-  """Returns the runs of sums at twice the width that tried rates, and the fresh ones.
-
-  Args:
-    all_starts: whether runs from poor warm starts are among them.
-  """
-  results, left_out = Results(SIZE), set() if all_starts else set(poor(SIZE))
-  tried, fresh = (Table.of(results, "ch4wide", set(seeds) - left_out) for seeds in (SIZE_TRIED, SIZE_REPORTED))
-  return tried, fresh
+def size_runs(all_starts: bool = True) -> paired.Split:
+  """Returns the runs of sums at twice the width, with those from poor warm starts or without them."""
+  return SIZE if all_starts else SIZE.without(poor(SIZE))
 
 
 @functools.cache
 def size(all_starts: bool = True) -> paired.Study:
-  """Returns the study of sums at twice the width, with runs from poor warm starts or without them."""
-  tried, fresh = size_tables(all_starts)
-  return paired.Study(fresh, [tried], (0, 10))
+  """Returns the study of sums at twice the width, likewise."""
+  runs = size_runs(all_starts)
+  return paired.Study(runs.fresh, [runs.tries], (0, 10))
 
 
 def counts() -> str:
@@ -186,7 +162,7 @@ def opob_table() -> str:
 
 def size_table() -> str:
   """Returns the table of sums at twice the width, over all seeds and without poor starts."""
-  left_out = ", ".join(str(seed) for seed in poor(SIZE) if seed in SIZE_REPORTED)
+  left_out = ", ".join(str(seed) for seed in poor(SIZE) if seed in SIZE.reported)
   return differences({"": size(), f", without {left_out}": size(all_starts=False)})
 
 

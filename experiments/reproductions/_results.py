@@ -15,26 +15,28 @@ from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_table import Table
 
 FRESH = reports.RESULTS / "fresh_seeds"
-LATER = reports.RESULTS / "later_methods"
-GAC_WORDS = reports.RESULTS / "gac_words"
-GAC_CH4 = reports.RESULTS / "gac_map"
-MISSING = reports.RESULTS / "missing_methods"
-REMAINING = reports.RESULTS / "remaining_methods"
-SORTING = reports.RESULTS / "small_sorting"
-#: The seeds on which the study of later methods tried rates, and those that it reports.
-TRIED, REPORTED = range(2100, 2103), range(2000, 2020)
-#: Those of the study of missing methods.
-MISSING_TRIED, MISSING_REPORTED = range(3300, 3303), range(3200, 3220)
-#: Those of the study of what that one was stopped before.
-REMAINING_TRIED, REMAINING_REPORTED = range(3500, 3503), range(3400, 3420)
-#: Those of the map of GAC on ch4, and the lags that it finished.
-GAC_TRIED, GAC_REPORTED, GAC_LAGS = range(3100, 3102), range(3000, 3020), (10,)
+#: The study of methods that were published later.
+LATER = paired.Split(reports.RESULTS / "later_methods", "ch4", range(2100, 2103), range(2000, 2020))
+#: The study of missing methods and combinations.
+MISSING = paired.Split(reports.RESULTS / "missing_methods", "ch4", range(3300, 3303), range(3200, 3220))
+#: The study of what that one was stopped before.
+REMAINING = paired.Split(reports.RESULTS / "remaining_methods", "ch4", range(3500, 3503), range(3400, 3420))
+SORTING = paired.Split(reports.RESULTS / "small_sorting", "sort10", range(5100, 5102), range(5000, 5006))
+#: The maps of GAC on the toy and on ch4, and the lags that the latter finished.
+GAC_WORDS = paired.Split(reports.RESULTS / "gac_words", "words", range(100), range(100, 1000))
+GAC_CH4 = paired.Split(reports.RESULTS / "gac_map", "ch4", range(3100, 3102), range(3000, 3020))
+GAC_LAGS = (10,)
 
 
 @functools.cache
 def earlier() -> Table:
   """Returns the runs on the seeds that rates and methods were chosen on."""
   return Table.load(reports.RESULTS / "lag_sweep_ch4.npz")
+
+
+def tries() -> list[Table]:
+  """Returns the runs that the studies of ch4 tried rates on, the last ones first."""
+  return [REMAINING.tries, MISSING.tries, LATER.tries, earlier()]
 
 
 @functools.cache
@@ -44,48 +46,27 @@ def study() -> paired.Study:
 
 
 @functools.cache
-def tried() -> Table:
-  """Returns the runs of the study of later methods that tried rates."""
-  return Table.of(Results(LATER), "ch4", TRIED)
-
-
-@functools.cache
 def later() -> paired.Study:
   """Returns the study of later methods."""
-  return paired.Study(Table.of(Results(LATER), "ch4", REPORTED), [tried(), earlier()])
-
-
-@functools.cache
-def missing_tried() -> Table:
-  """Returns the runs of the study of missing methods that tried rates and combinations."""
-  return Table.of(Results(MISSING), "ch4", MISSING_TRIED)
+  return paired.Study(LATER.fresh, tries()[2:])
 
 
 @functools.cache
 def missing() -> paired.Study:
   """Returns the study of missing methods."""
-  return paired.Study(Table.of(Results(MISSING), "ch4", MISSING_REPORTED), [missing_tried(), tried(), earlier()])
-
-
-@functools.cache
-def remaining_tried() -> Table:
-  """Returns the runs of the study of remaining methods that tried rates."""
-  return Table.of(Results(REMAINING), "ch4", REMAINING_TRIED)
+  return paired.Study(MISSING.fresh, tries()[1:])
 
 
 @functools.cache
 def remaining() -> paired.Study:
   """Returns the study of remaining methods."""
-  choices = [remaining_tried(), missing_tried(), tried(), earlier()]
-  return paired.Study(Table.of(Results(REMAINING), "ch4", REMAINING_REPORTED), choices, (0, 4, 10, 32, 128))
+  return paired.Study(REMAINING.fresh, tries(), (0, 4, 10, 32, 128))
 
 
 @functools.cache
 def sorting() -> paired.Study:
-  """Returns the study of sorting: rates are chosen on seeds 5100 and 5101."""
-  results = Results(SORTING)
-  tried = Table.of(results, "sort10", range(5100, 5102))
-  return paired.Study(Table.of(results, "sort10", range(5000, 5006)), [tried], (0, 10))
+  """Returns the study of sorting."""
+  return paired.Study(SORTING.fresh, [SORTING.tries], (0, 10))
 
 
 def studies() -> list[paired.Study]:
@@ -95,16 +76,14 @@ def studies() -> list[paired.Study]:
 
 @functools.cache
 def gac_words() -> maps.Map:
-  """Returns the map of GAC on the toy: chosen on seeds 0 and 1, run on those from 100 on."""
-  results = Results(GAC_WORDS)
-  return maps.Map(Table.of(results, "words", range(100)), Table.of(results, "words", range(100, 1000)))
+  """Returns the map of GAC on the toy."""
+  return maps.Map(GAC_WORDS.tries, GAC_WORDS.fresh)
 
 
 @functools.cache
 def gac_ch4() -> maps.Map:
   """Returns the map of GAC on ch4."""
-  results = Results(GAC_CH4)
-  return maps.Map(Table.of(results, "ch4", GAC_TRIED), Table.of(results, "ch4", GAC_REPORTED), GAC_LAGS)
+  return maps.Map(GAC_CH4.tries, GAC_CH4.fresh, GAC_LAGS)
 
 
 @functools.cache

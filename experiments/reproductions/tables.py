@@ -30,7 +30,6 @@ from experiments.reproductions import real_model
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import verdict
-from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
 
 PAGES = pathlib.Path(__file__).parent
@@ -176,16 +175,26 @@ def columns() -> list[second.Column]:
 
 
 def _of_study(
-  name: str, study: Callable[[], paired.Study], lags: tuple[int, ...], tried: Callable[[], Table] | None = None
+  name: str, study: Callable[[], paired.Study], lags: tuple[int, ...], runs: paired.Split | None = None
 ) -> dict[str, Callable[[], str]]:
-  """Returns the tables of a study by name; with what it tried rates on, those of the rates and of the diagnostics."""
+  """Returns the tables of a study by name; with its runs, also those of the rates that it tried and of diagnostics."""
   tables = {f"{name} counts": lambda: counts(study()), f"{name}, no lag": lambda: study().table(0)}
   tables |= {f"{name}, lag {lag}": functools.partial(lambda lag: study().table(lag), lag) for lag in lags}
-  if tried is not None:
-    rates = functools.partial(lambda made, lag: reports.by_rate(made(), lag), tried)
+  if runs is not None:
+    rates = lambda lag: reports.by_rate(runs.tries, lag)
     tables |= {f"{name}, rates, lag {lag}": functools.partial(rates, lag) for lag in lags}
     tables[f"{name}, diagnostics"] = lambda: study().diagnostics((0, *lags))
   return tables
+
+
+def _of_map(name: str, drawn: Callable[[], maps.Map]) -> dict[str, Callable[[], str]]:
+  """Returns the tables of a map of GAC by name."""
+  return {
+    f"{name}, counts": lambda: drawn().counts(),
+    name: lambda: drawn().differences(),
+    f"{name}, thresholds": lambda: drawn().thresholds(),
+    f"{name}, choices": lambda: drawn().choices(),
+  }
 
 
 #: The tables by name.
@@ -196,13 +205,13 @@ TABLES: dict[str, Callable[[], str]] = {
   "rivals": rivals,
   "ingredients": ingredients,
   **_of_study("fresh", results.study, (10, 32)),
-  **_of_study("later", results.later, (10, 32), results.tried),
-  **_of_study("missing", results.missing, (10, 32), results.missing_tried),
-  **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.remaining_tried),
+  **_of_study("later", results.later, (10, 32), results.LATER),
+  **_of_study("missing", results.missing, (10, 32), results.MISSING),
+  **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.REMAINING),
   "TOPR by lag": lambda: results.remaining().by_lag("TOPR", comparisons()),
   "covered": lambda: paired.coverage(
     results.studies(),
-    [results.earlier(), results.tried(), results.missing_tried(), results.remaining_tried()],
+    results.tries(),
     COVERED,
     (4, 10, 32, 128),
   ),
@@ -213,26 +222,20 @@ TABLES: dict[str, Callable[[], str]] = {
   "second, counts": second.counts,
   "second, starts": second.starts_table,
   "second task": second.task_table,
-  "second task, rates, lag 10": lambda: reports.by_rate(second.task_tried(), 10),
-  "second task, rates, lag 32": lambda: reports.by_rate(second.task_tried(), 32),
+  "second task, rates, lag 10": lambda: reports.by_rate(second.TASK.tries, 10),
+  "second task, rates, lag 32": lambda: reports.by_rate(second.TASK.tries, 32),
   "lower rates": second.lower_table,
   "lower rates, OPOB": second.opob_table,
-  "lower rates, rates, lag 10": lambda: reports.by_rate(second.lower_tried(), 10),
-  "lower rates, rates, lag 32": lambda: reports.by_rate(second.lower_tried(), 32),
+  "lower rates, rates, lag 10": lambda: reports.by_rate(second.LOWER.tries, 10),
+  "lower rates, rates, lag 32": lambda: reports.by_rate(second.LOWER.tries, 32),
   "lower rates, diagnostics": lambda: second.lower().diagnostics((0, 10, 32)),
   "second size": second.size_table,
-  "second size, rates": lambda: reports.by_rate(second.size_tables(all_starts=False)[0], 10, intervals=False),
+  "second size, rates": lambda: reports.by_rate(second.size_runs(all_starts=False).tries, 10, intervals=False),
   "best rates": lambda: reports.best_rates(results.earlier(), reports.SHOWN, differences=False),
   "momentum and lead": lambda: reports.momentum_and_lead(results.earlier(), 10),
   "gac, cosines": lambda: maps.cosines(results.earlier(), (10, 32)),
-  "gac, words, counts": lambda: results.gac_words().counts(),
-  "gac, words": lambda: results.gac_words().differences(),
-  "gac, words, thresholds": lambda: results.gac_words().thresholds(),
-  "gac, words, choices": lambda: results.gac_words().choices(),
-  "gac, ch4, counts": lambda: results.gac_ch4().counts(),
-  "gac, ch4": lambda: results.gac_ch4().differences(),
-  "gac, ch4, thresholds": lambda: results.gac_ch4().thresholds(),
-  "gac, ch4, choices": lambda: results.gac_ch4().choices(),
+  **_of_map("gac, words", results.gac_words),
+  **_of_map("gac, ch4", results.gac_ch4),
   "rlhf, counts": lambda: rlhf_reports.counts(results.all_looks(), async_rlhf.STUDY),
   "rlhf, rates": lambda: rlhf_reports.rates(results.all_looks(), async_rlhf.STUDY),
   "rlhf": lambda: rlhf_reports.table(results.looks()),

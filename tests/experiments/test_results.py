@@ -13,16 +13,16 @@ def test_no_fresh_seed_was_chosen_on():
   reported = [set(study.fresh.seeds) for study in results.studies()]
   assert min(map(len, reported)) >= 20
   assert len(set().union(*reported)) == sum(map(len, reported))
-  tried = {*results.earlier().seeds, *results.TRIED, *results.MISSING_TRIED, *results.REMAINING_TRIED}
+  tried = {*results.earlier().seeds, *results.LATER.tried, *results.MISSING.tried, *results.REMAINING.tried}
   assert not set().union(*reported) & tried
-  assert set(results.MISSING_TRIED) == set(results.missing_tried().seeds)
+  assert set(results.MISSING.tried) == set(results.MISSING.tries.seeds)
 
 
 @pytest.mark.parametrize(
-  ("name", "tries"), [("later", "tried"), ("missing", "missing_tried"), ("remaining", "remaining_tried")]
+  ("name", "runs"), [("later", results.LATER), ("missing", results.MISSING), ("remaining", results.REMAINING)]
 )
-def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, tries):
-  study, tried = getattr(results, name)(), getattr(results, tries)()
+def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, runs):
+  study, tried = getattr(results, name)(), runs.tries
   rows = [
     row for lag in study.rows if lag for row in study.rows[lag] if study.fresh.configs[row.config][0] in tried.methods()
   ]
@@ -35,7 +35,7 @@ def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, tries
 
 
 @pytest.mark.parametrize(
-  ("name", "folder"),
+  ("name", "runs"),
   [
     ("remaining_methods", results.REMAINING),
     ("gac_words", results.GAC_WORDS),
@@ -46,8 +46,8 @@ def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, tries
     ("second_size", second.SIZE),
   ],
 )
-def test_a_plan_makes_what_its_file_has(name, folder):
-  held, items = plans.Results(folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
+def test_a_plan_makes_what_its_file_has(name, runs):
+  held, items = plans.Results(runs.folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
   assert len(held.curves) > 30
   assert not any(item.runs(held) or item.waiting(held) for item in items)
 
@@ -60,21 +60,16 @@ def test_no_seed_of_the_map_of_gac_was_chosen_on(name):
 
 
 @pytest.mark.parametrize(
-  ("name", "folder", "tried", "reported"),
-  [
-    ("second_task", second.TASK, second.TASK_TRIED, second.TASK_REPORTED),
-    ("lower_rates", second.LOWER, second.LOWER_TRIED, second.LOWER_REPORTED),
-    ("second_size", second.SIZE, second.SIZE_TRIED, second.SIZE_REPORTED),
-  ],
+  ("name", "runs"), [("second_task", second.TASK), ("lower_rates", second.LOWER), ("second_size", second.SIZE)]
 )
-def test_the_plans_of_a_second_task_and_size_make_no_more_than_their_files_have(name, folder, tried, reported):
-  held, items = plans.Results(folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
+def test_the_plans_of_a_second_task_and_size_make_no_more_than_their_files_have(name, runs):
+  held, items = plans.Results(runs.folder), [plans.parse(text) for text in plans.read(tables.PAGES / f"{name}.txt")]
   assert sum(
     len(item.rates_of(item.names[0], lag, held)) * len(item.seeds) for item in items for lag in item.lags
   ) == len(held.curves)
   seeds = {run.seed for run in held.curves}
-  assert seeds == {*tried, *reported} == set(second.starts(folder))
-  assert not set(tried) & set(reported)
+  assert seeds == {*runs.tried, *runs.reported} == set(second.starts(runs))
+  assert not set(runs.tried) & set(runs.reported)
 
 
 @pytest.mark.parametrize("study", [second.task, second.lower, second.size, lambda: second.size(all_starts=False)])
