@@ -10,7 +10,9 @@ import jax
 
 from async_rl import tasks
 from async_rl._paths import list_folder
+from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._metrics import check_wandb
+from async_rl.recording._metrics import has_steps
 from async_rl.recording._run_folder import RunFolder
 from async_rl.recording._run_report import write_report
 from async_rl.rollout._buffer import EndOfData
@@ -75,6 +77,7 @@ def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
     stack.callback(close_folder)  # the last one, since others write into the folder while they are closed
     hosts.stop.activity = "starting"
     stack.enter_context(hosts.stop.caught())
+    check_checkpoints(folder, hosts)
     pool = tasks.RewardPool(experiment.task, devices.reward_workers, devices.reward_timeout)
     session = Session(experiment, folder, stack.enter_context(pool), hosts)
     session.open(stack)
@@ -105,6 +108,18 @@ def _open_folder(experiment: Experiment, hosts: Hosts) -> RunFolder:
     return hosts.agree(open_folder)
   hosts.agree(lambda: None)
   return RunFolder.join(output.run_dir, hosts.index)
+
+
+def check_checkpoints(folder: RunFolder, hosts: Hosts) -> None:
+  """Refuses a run that took steps and has no checkpoint, not even an unfinished one.
+
+  The first process alone looks, before it deletes what is unfinished: others might look after that.
+  """
+  if hosts.first and not list_folder(folder.checkpoints) and has_steps(folder.metrics):
+    raise CheckpointError(
+      f"{folder.path} holds a run whose checkpoints are missing: restore {folder.checkpoints}, or pass --overwrite "
+      "to delete the run and start again."
+    )
 
 
 def _run_to_the_end(session: Session) -> bool:

@@ -15,13 +15,11 @@ import jax
 from async_rl import learning
 from async_rl import tasks
 from async_rl._paths import delete
-from async_rl._paths import list_folder
 from async_rl.recording._checkpoint import Checkpointer
 from async_rl.recording._checkpoint import CheckpointError
 from async_rl.recording._checkpoint import NoCheckpointer
 from async_rl.recording._metrics import MetricsWriter
 from async_rl.recording._metrics import NoMetricsWriter
-from async_rl.recording._metrics import has_steps
 from async_rl.recording._progress import Progress
 from async_rl.recording._run_folder import RunFolder
 from async_rl.rollout._actor import Actor
@@ -100,7 +98,6 @@ class Session:
     self._prompts = PromptStream(
       inputs.encoder, inputs.prompts, training.seed, training.epochs, self._prompt_check.skipped
     )
-    check_checkpoints(folder, hosts)
     self._checkpoints: Checkpointer = NoCheckpointer(folder.checkpoints)
     if roles.learns:
       self._checkpoints = experiment.make_checkpointer(folder.checkpoints, processes=roles.learners)
@@ -388,15 +385,3 @@ class Session:
 
   def _start_checkpoint(self, host: dict[str, Any]) -> None:
     self._checkpoints.save(self.version, self.state, host, states_of_samplers(self.hosts, self._roles, host))
-
-
-def check_checkpoints(folder: RunFolder, hosts: Hosts) -> None:
-  """Refuses a run that took steps and has no checkpoint, not even an unfinished one.
-
-  The first process alone looks, before it deletes what is unfinished: others might look after that.
-  """
-  if hosts.first and not list_folder(folder.checkpoints) and has_steps(folder.metrics):
-    raise CheckpointError(
-      f"{folder.path} holds a run whose checkpoints are missing: restore {folder.checkpoints}, or pass --overwrite "
-      "to delete the run and start again."
-    )

@@ -75,7 +75,7 @@ def sizes_of(count: int) -> list[int]:
   return [size for size in (1, 2, 4, 8) if size <= count]
 
 
-def runs_of(count: int, lags: Sequence[int], shared_prompts: Sequence[bool] = (False,)) -> list[Run]:
+def runs_of(count: int, lags: Sequence[int], shared_prompts: Sequence[bool]) -> list[Run]:
   """Returns the runs on a machine with `count` devices, those on few devices first."""
   runs = []
   for size in sizes_of(count):

@@ -235,7 +235,14 @@ class Study:
         lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more])
         shorter = values
     return grid(
-      [f"{method} at lag", "rate", "minus sync", "loses more than .1 on seeds", "minus the shorter lag"], lines
+      [
+        f"{method} at lag",
+        "rate",
+        "minus sync",
+        f"loses more than {number(MUCH, 1)} on seeds",
+        "minus the shorter lag",
+      ],
+      lines,
     )
 
   def diagnostics(self, lags: Iterable[int]) -> str:

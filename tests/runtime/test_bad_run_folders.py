@@ -9,6 +9,7 @@ from tiny import tiny
 
 from async_rl import recording
 from async_rl import runtime
+from async_rl.runtime import _run
 from async_rl.runtime import _session
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -129,12 +130,12 @@ def test_the_first_process_alone_looks_for_checkpoints(tmp_path):
   with recording.RunFolder.open(tmp_path / "run", "run", {}) as folder:
     folder.metrics.write_text('{"step": 1}\n')
     (folder.checkpoints / "0.orbax-checkpoint-tmp").mkdir(parents=True)
-    _session.check_checkpoints(folder, hosts)
+    _run.check_checkpoints(folder, hosts)
     (folder.checkpoints / "0.orbax-checkpoint-tmp").rmdir()
     with pytest.raises(recording.CheckpointError, match="checkpoints are missing"):
-      _session.check_checkpoints(folder, hosts)
+      _run.check_checkpoints(folder, hosts)
     hosts.index = 1
-    _session.check_checkpoints(folder, hosts)
+    _run.check_checkpoints(folder, hosts)
 
 
 def test_a_start_that_ends_before_a_first_checkpoint_is_complete_is_no_loss(stopped, tmp_path, monkeypatch):
