@@ -82,7 +82,7 @@ def trace_run(experiment: Experiment, devices: Sequence[jax.Device]) -> RunTrace
   }
   traces = engine.trace_longest()
   programs["prefill"] = RunProgram("generation", traces["prefill"], sampler["weights"])
-  programs["put"] = RunProgram("generation", traces["put"], sampler["cache"][0])
+  programs["put"] = RunProgram("generation", traces["put"], sampler.get("prompts", sampler["cache"]))
   programs["decode"] = RunProgram("generation", traces["decode"], sampler)
   if experiment.options.output.eval_prompts:
     state = state | _evaluator_arrays(experiment, meshes, devices)

@@ -94,14 +94,14 @@ def prefill(policy: Policy, params: Params, tokens: Array) -> Cache:
 
 
 def put(
-  prefixes: NamedSharding, cache: KeyValues, new: KeyValues, rows: Array, slots: Array, starts: Array | None = None
-) -> KeyValues:
-  """Copies prefixes into slots, in one layer.
+  prefixes: NamedSharding, cache: Cache, new: Cache, rows: Array, slots: Array, starts: Array | None = None
+) -> Cache:
+  """Copies prefixes into slots, in all layers: a program for each would take the host longer than the devices.
 
   Args:
     prefixes: the layout in which every device has all rows of `new`. It is asked for before the rows are repeated for
       the K slots of a group, so that devices exchange each prefix once; the compiler would sum the repeated rows.
-    cache: the layer's cache, each array [B, N, S, d]; donated.
+    cache: the cache, each array [B, N, S, d]; donated.
     new: the keys and values of the prefixes, each [R, N, T, d]; what is beyond S is left out.
     rows: int32 [M], the prefix that goes into each slot.
     slots: int32 [M], the distinct slots to fill; those beyond B are dropped.

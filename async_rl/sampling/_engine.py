@@ -89,9 +89,9 @@ class Engine(Sampler):
     self._config = config
     self._vocab = vocab
     self._pad_id = pad_id
-    self._stop_ids = tuple(int(i) for i in stop_ids)
+    self._stop_ids = frozenset(int(i) for i in stop_ids)
     mesh = mesh_of_one(jax.local_devices()[0]) if mesh is None else mesh
-    self._programs = Programs(policy, config, self._stop_ids, mesh)
+    self._programs = Programs(policy, config, tuple(sorted(self._stop_ids)), mesh)
     cache = SharedCache if config.shares_prompts else SlotCache
     self._cache = cache(self._programs, config.slots)
     self._params: Params | None = None
@@ -120,17 +120,16 @@ class Engine(Sampler):
       ValueError: if the parameters are not this policy's.
     """
     programs = self._programs
-    layout = _layout(params)
-    raw = _layout(programs.raw_params)
-    if layout == _layout(programs.params):
+    if _alike(params, programs.params):
       self._params = _place(params, programs.params)
-    elif layout == raw:
+    elif _alike(params, programs.raw_params):
       self._params = programs.prepare()(_place(params, programs.raw_params))
     else:
-      wrong = sorted(set(layout.items()) ^ set(raw.items()))[0]
+      layout, raw = _layout(params), _layout(programs.raw_params)
+      wrong = min(set(layout.items()) ^ set(raw.items()), default=("its containers", None))[0]
       raise ValueError(
         "params must be this policy's, stacked and of the dtypes of Policy.init, or from prepare_weights; they "
-        f"differ at {wrong[0]}: {layout.get(wrong[0])}, expected {raw.get(wrong[0])}."
+        f"differ at {wrong}: {layout.get(wrong)}, expected {raw.get(wrong)}."
       )
     self._sums = [programs.checksum(name)(part) for name, part in weight_parts(self._params)]
     self.version = int(version)
@@ -311,11 +310,10 @@ class Engine(Sampler):
 
   def _run_chunk(self) -> _decode.Drawn:
     rows = _decode.no_slots(self._cache.shape[0], self._pad_id)
-    for row, s in self._live_rows():
-      last = s.tokens[s.length - 1] if s.length else s.prompt[-1]
-      values = (last, len(s.prompt) + s.length - 1, s.length, s.ticket, s.index, True)
-      for array, value in zip(rows, values, strict=True):
-        array[row] = value
+    at, live = zip(*self._live_rows(), strict=True)
+    values = [(s.last_token, len(s.prompt) + s.length - 1, s.length, s.ticket, s.index, True) for s in live]
+    for array, column in zip(rows, np.array(values, np.int64).T, strict=True):
+      array[list(at)] = column
     placed = jax.device_put(rows, self._programs.rows)
     decode = self._programs.decode(*self._cache.shape, self._cache.prompt_count)
     prompts = self._cache.prompts(self._slots)
@@ -324,25 +322,40 @@ class Engine(Sampler):
 
   def _collect(self, drawn: _decode.Drawn) -> list[Completion]:
     finished = []
+    counts = drawn.counts.tolist()
     for row, sample in self._live_rows():
-      new = slice(0, drawn.counts[row])
+      new = slice(0, counts[row])
       sample.extend(drawn.tokens[row, new], drawn.logprobs[row, new], drawn.versions[row, new])
-      stopped = int(sample.tokens[sample.length - 1]) in self._stop_ids
+      stopped = sample.last_token in self._stop_ids
       if stopped or sample.length == self._config.max_new_tokens:
         finished.append(sample.completion(STOP if stopped else LENGTH))
         self._slots[self._cache.slots[row]] = None
-    self.counters.tokens += int(drawn.counts.sum())
+    self.counters.tokens += sum(counts)
     self.counters.chunks += 1
     self.counters.steps += int(drawn.steps)
     self.counters.slot_steps += int(drawn.steps) * self._config.slots
     return finished
 
   def _live_rows(self) -> list[tuple[int, Sample]]:
-    return [(row, s) for row, slot in enumerate(self._cache.slots) if (s := self._slots[slot]) is not None]
+    return [(row, s) for row, slot in enumerate(self._cache.slots.tolist()) if (s := self._slots[slot]) is not None]
 
 
 def _place(tree: Any, like: Any) -> Any:
-  return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, like))
+  """Moves a tree to the shardings of another; returns the same arrays if they lie there already."""
+  shardings = [x.sharding for x in jax.tree.leaves(like)]
+  leaves, structure = jax.tree.flatten(tree)
+  if all(getattr(x, "sharding", None) == sharding for x, sharding in zip(leaves, shardings, strict=True)):
+    return tree
+  return jax.tree.unflatten(structure, jax.device_put(leaves, shardings))
+
+
+def _alike(params: Params, abstract: Params) -> bool:
+  """Returns whether parameters have this structure and these shapes and dtypes."""
+  structure: Any = jax.tree.structure(params)
+  if structure != jax.tree.structure(abstract):
+    return False
+  pairs = zip(jax.tree.leaves(params), jax.tree.leaves(abstract), strict=True)
+  return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
 
 
 def _layout(params: Params) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -151,7 +151,7 @@ class Programs:
     return counts[len(counts) // 2]
 
   def put(self, prefix: int, slots: int, length: int) -> Callable[..., Any]:
-    """Returns the program of `_decode.put` at these sizes: a layer's cache (donated), new, rows, slots -> cache."""
+    """Returns the program of `_decode.put` at these sizes: cache (donated), new, rows, slots -> cache."""
     trace = functools.partial(self._trace_put, prefix, slots, length, self.config.group_size)
     return self._get(("put", prefix, slots, length), trace)
 
@@ -224,8 +224,9 @@ class Programs:
     index = self._integers((rows * copies,), self.whole)
     prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
     jitted = jax.jit(functools.partial(_decode.put, prefixes), donate_argnums=0, out_shardings=self.cache)
-    new = self._layer(rows, prefix, self.heads)
-    return jitted.trace(self.layer(slots, length), new, *[index] * (3 if cut else 2))
+    layers = self._policy.config.num_layers
+    new = (self._layer(rows, prefix, self.heads),) * layers
+    return jitted.trace((self.layer(slots, length),) * layers, new, *[index] * (3 if cut else 2))
 
   def _get(self, key: tuple[Any, ...], trace: Callable[[], jax.stages.Traced]) -> Callable[..., Any]:
     if key not in self._compiled:

@@ -48,6 +48,11 @@ class Sample:
       np.full(limit, NO_VERSION, np.int32),
     )
 
+  @property
+  def last_token(self) -> int:
+    """Returns the last token of the prompt and the completion so far."""
+    return int(self.tokens[self.length - 1] if self.length else self.prompt[-1])
+
   def prefix(self) -> np.ndarray:
     """Returns the prompt and the completion so far."""
     return np.concatenate([self.prompt, self.tokens[: self.length]])

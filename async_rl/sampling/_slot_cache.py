@@ -157,7 +157,7 @@ class SlotCache:
     targets: Sequence[tuple[int, ...]],
     copies: int | None = None,
   ) -> Cache:
-    """Runs a program of `_decode.put` in every layer.
+    """Runs a program of `_decode.put`.
 
     Args:
       program: the program.
@@ -172,7 +172,7 @@ class SlotCache:
     table[1] = beyond
     table[:, : len(targets)] = np.array(targets).T
     index = jax.device_put(tuple(table), self._programs.whole)
-    return tuple(program(old, more, *index) for old, more in zip(layers, new, strict=True))
+    return program(layers, new, *index)
 
 
 def live_slots(samples: Sequence[Sample | None]) -> np.ndarray:

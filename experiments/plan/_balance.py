@@ -72,12 +72,12 @@ def _times(plan: Plan) -> tuple[float, float, float, float] | None:
       return None
     name = program.name.partition(" ")[0]
     seconds[name] = seconds.get(name, 0.0) + program.costs.seconds
-  options, layers = plan.request.options, plan.layers
+  options = plan.request.options
   slots, shards = options["slots"] // plan.engines, plan.meshes["generation"]["data"] // plan.engines
   rows = max(1, min(options["prefill_tokens"] // options["max_prompt_tokens"], slots // options["samples"]))
   rows = math.ceil(rows / shards) * shards * plan.engines
   prompts = options["groups"] / (plan.samplers or plan.hosts)
-  prefill = prompts / rows * (seconds["prefill"] + layers * seconds["put"])
+  prefill = prompts / rows * (seconds["prefill"] + seconds["put"])
   return seconds["step"] + seconds["stage"], seconds["decode"] / options["decode_chunk"], prefill, seconds["gather"]
 
 

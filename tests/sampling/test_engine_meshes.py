@@ -71,7 +71,7 @@ def test_prefixes_travel_once_and_not_once_per_sample(axes):
   sizes = [
     math.prod(map(int, shape.split(","))) for result, _ in moved for shape in re.findall(r"\[([\d,]+)\]", result)
   ]
-  assert sizes == [prefixes] * 2  # keys and values
+  assert sizes == [prefixes] * 2 * 2  # keys and values of two layers
 
 
 def test_slots_that_the_mesh_cannot_divide_are_refused():
