@@ -32,8 +32,10 @@ Array = jax.Array
 
 #: Positions that a program of a kernel reads at once.
 _BLOCK = 32
-#: Programs below which a row's positions are split among several, and the positions that each then has at least.
-_PROGRAMS = 256
+#: Programs below which a row's or a prompt's positions are split among several, and the positions that each then has at
+#: least. More of rows, since of few rows even fewer live, and the others' programs end at once.
+_ROW_PROGRAMS = 512
+_PROMPT_PROGRAMS = 256
 _SPLIT = 128
 #: The most parts of a row: the decode kernel puts those of a prompt together one by one.
 _PARTS = 16
@@ -119,7 +121,7 @@ def _attend_on_device(
   new = jnp.concatenate([x.reshape(batch, -1) for x in (q, k, v)], axis=1).reshape(batch, -1, width)
   token = _Token(new, cos, sin, scales, eps)
   parts = [] if prompts is None else _attend_to_prompts(token, prompts, heads // groups, scale, interpret)
-  splits = _count_splits(batch * groups, length)
+  splits = _count_splits(_ROW_PROGRAMS, batch * groups, length)
   counts = len(token.arrays), len(parts), 2  # of references: to the token, to what prompts give, to the cache
 
   def kernel(entry_ref, *refs):
@@ -215,7 +217,7 @@ def _attend_to_prompts(
   taken = min(samples, max(1, _QUERIES // queries))  # samples of a program
   chunks = pl.cdiv(samples, taken)
   tile = _tile(taken * queries)
-  splits = _count_splits(count * chunks * groups, length)
+  splits = _count_splits(_PROMPT_PROGRAMS, count * chunks * groups, length)
 
   def kernel(lengths_ref, rows_ref, *refs):
     of_token, (key_ref, value_ref, out_ref, sum_ref) = refs[:-4], refs[-4:]
@@ -342,9 +344,9 @@ def _tile(queries: int) -> int:
   return max(16, pl.next_power_of_2(queries))
 
 
-def _count_splits(programs: int, length: int) -> int:
-  """Returns among how many programs the positions of a row are split: a power of 2."""
-  wanted = min(_PROGRAMS // programs, length // _SPLIT, _PARTS)
+def _count_splits(enough: int, programs: int, length: int) -> int:
+  """Returns among how many programs the positions of a row are split, of `enough` in all: a power of 2."""
+  wanted = min(enough // programs, length // _SPLIT, _PARTS)
   return 2 ** (max(wanted, 1).bit_length() - 1)
 
 

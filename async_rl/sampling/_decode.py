@@ -108,6 +108,15 @@ def put(
     starts: int32 [M], the position from which on a prefix is copied; `None` for 0. What is missing behind its end is
       filled with its last position, which is as good as padding.
   """
+  layers = zip(cache, new, strict=True)
+  return tuple(_put_in_layer(prefixes, old, more, rows, slots, starts) for old, more in layers)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # traced and lowered for one layer, and not for each
+def _put_in_layer(
+  prefixes: NamedSharding, cache: KeyValues, new: KeyValues, rows: Array, slots: Array, starts: Array | None
+) -> KeyValues:
+  """Computes `put` for one layer."""
 
   def one(old: Array, new: Array) -> Array:
     new = jax.lax.with_sharding_constraint(new, prefixes)

@@ -24,7 +24,9 @@ def run_on_devices(
     ValueError: if CUDA_VISIBLE_DEVICES leaves too few devices.
     RuntimeError: if it fails; the message ends with the last that it wrote.
   """
-  environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)} | variables
+  # Small programs are kept, too, as a run does in a folder of its own.
+  kept = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+  environment = os.environ | kept | variables
   if forced:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={len(devices)}"
     environment["XLA_FLAGS"] = flags

@@ -4,7 +4,8 @@
     python -m experiments.benchmarks.decode_attention --smoke   # any machine, seconds; checks that it runs
 
 The heads of Qwen3-0.6B, random keys and values in bfloat16; prompts of 320 positions and 160 more of each slot's own,
-several layers in turns so that no cache holds them. All slots live, and an eighth of them.
+several layers in turns so that no cache holds them. All slots live, and an eighth of them; and what is left of a batch
+whose completions have a long tail: 2, 8 and all of 32 slots, at 346 of 896 positions.
 
 Prints a table and writes decode_attention.json. Columns: slots, how many of them live; what computes; whether groups of
 8 share their prompts; microseconds a layer, least of five; the time in which the keys and values of live slots are read
@@ -54,7 +55,11 @@ class Case:
   layers: int = 4
 
 
-CASES = (Case(64, 64), Case(64, 8), Case(256, 256), Case(256, 32), Case(8, 8, layers=16))
+TAIL = Case(32, 32, prompt=96, own=800, filled=250, layers=8)
+CASES = (
+  *(Case(64, 64), Case(64, 8), Case(256, 256), Case(256, 32), Case(8, 8, layers=16)),
+  *(dataclasses.replace(TAIL, live=live) for live in (2, 8, 32)),
+)
 SMOKE_CASES = (Case(16, 16, 32, 32, 20, 2), Case(16, 8, 32, 32, 20, 2))
 
 

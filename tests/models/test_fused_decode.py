@@ -101,10 +101,19 @@ def test_it_stores_the_token_and_attends_to_all_so_far(shared, axes, queries, no
 
 
 @pytest.mark.parametrize(
-  ("programs", "length", "expected"), [(8 * 8, 576, 4), (64 * 8, 576, 1), (1, 320, 2), (1, 100_000, 16), (300, 99, 1)]
+  ("enough", "programs", "length", "expected"),
+  [
+    (256, 8 * 8, 576, 4),
+    (256, 32 * 8, 896, 1),
+    (512, 32 * 8, 896, 2),
+    (512, 64 * 8, 576, 1),
+    (512, 1, 320, 2),
+    (512, 1, 100_000, 16),
+    (512, 600, 99, 1),
+  ],
 )
-def test_rows_are_split_where_they_are_few_and_long(programs, length, expected):
-  assert _fused_decode._count_splits(programs, length) == expected
+def test_rows_are_split_where_they_are_few_and_long(enough, programs, length, expected):
+  assert _fused_decode._count_splits(enough, programs, length) == expected
 
 
 def test_it_reads_nothing_behind_a_row_s_entry_nor_of_rows_that_are_not_wanted():
