@@ -142,6 +142,10 @@ class Learner(PlacedModel):
     """
     return self._step.trace(self.abstract(), self._abstract_batch(), self.abstract_reference() if reference else None)
 
+  def compile_step(self) -> None:
+    """Compiles the step, as its first call does otherwise."""
+    self.trace_step(reference=self._reference is not None).lower().compile()
+
   def trace_score(self) -> jax.stages.Traced:
     """Traces the scoring of a whole batch, likewise."""
     return self._score_batch.trace(self.abstract().params, self._abstract_batch())

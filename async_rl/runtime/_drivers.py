@@ -49,6 +49,7 @@ def run_async(session: Session) -> None:
   thread = threading.Thread(target=session.actor.run, args=(session.store,), name="actor", daemon=True)
   thread.start()
   try:
+    session.compile_step()  # while the first batch is sampled
     while not session.done:
       session.step(session.take_batch())
   finally:

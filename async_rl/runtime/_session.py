@@ -256,6 +256,12 @@ class Session:
     """Sends the weights of the current version on their way to the actor."""
     self.store.publish(self.version, self._learner.sampler_params(self.state))
 
+  def compile_step(self) -> None:
+    """Compiles the learner's step, if this process will take one."""
+    if self._roles.learns and not self.done:
+      self.stop.activity = "compiling the learner's step"
+      self._learner.compile_step()
+
   def submit_group(self) -> int | None:
     """Hands the actor the next group and returns its ticket; `None` if the lag bound or the data allow none."""
     ticket = self.buffer.try_submit(self.actor.version)

@@ -23,6 +23,7 @@ from async_rl import recording
 from async_rl import rollout
 from async_rl import runtime
 from async_rl import stabilizers
+from async_rl.learning import Learner
 from async_rl.recording import Checkpointer
 from async_rl.runtime import _held_out
 from async_rl.runtime import _session
@@ -346,6 +347,26 @@ def test_a_run_resumes_on_other_devices(tmp_path):
   summary, moved, _ = run(make("moved", steps=4, generation_devices=0, fsdp=2))
   assert summary.version == 4
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole.params, moved.params)
+
+
+@pytest.mark.parametrize("options", [{}, {"reference": True, "generation_devices": 0, "fsdp": 2}], ids=str)
+def test_the_step_is_compiled_while_the_first_batch_is_sampled(tmp_path, shared_programs, monkeypatch, options):
+  shared_programs.forget()
+  compiled, new = [], []
+  note = lambda name, *_, **__: compiled.append(threading.get_ident()) if "backend_compile" in name else None
+  step = Learner.step
+
+  def watched(self, state, batch):
+    before = compiled.count(threading.get_ident())
+    result = step(self, state, batch)
+    new.append(compiled.count(threading.get_ident()) - before)
+    return result
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  monkeypatch.setattr(Learner, "step", watched)
+  runtime.train(tiny(run_dir=str(tmp_path), mode="async", steps=3, **options))
+  assert compiled
+  assert new == [0, 0, 0]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
