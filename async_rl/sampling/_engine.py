@@ -125,11 +125,9 @@ class Engine(Sampler):
     elif _alike(params, programs.raw_params):
       self._params = programs.prepare()(_place(params, programs.raw_params))
     else:
-      layout, raw = _layout(params), _layout(programs.raw_params)
-      wrong = min(set(layout.items()) ^ set(raw.items()), default=("its containers", None))[0]
       raise ValueError(
         "params must be this policy's, stacked and of the dtypes of Policy.init, or from prepare_weights; they "
-        f"differ at {wrong}: {layout.get(wrong)}, expected {raw.get(wrong)}."
+        f"differ {_difference(params, programs.raw_params)}."
       )
     self._sums = [programs.checksum(name)(part) for name, part in weight_parts(self._params)]
     self.version = int(version)
@@ -356,6 +354,15 @@ def _alike(params: Params, abstract: Params) -> bool:
     return False
   pairs = zip(jax.tree.leaves(params), jax.tree.leaves(abstract), strict=True)
   return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
+
+
+def _difference(params: Params, expected: Params) -> str:
+  """Says where parameters first differ from others: a leaf, or what holds the leaves."""
+  layout, other = _layout(params), _layout(expected)
+  if not (differing := set(layout.items()) ^ set(other.items())):
+    return "in their containers: give them as dicts and lists"
+  name = min(differing)[0]
+  return f"at {name}: {layout.get(name)}, expected {other.get(name)}"
 
 
 def _layout(params: Params) -> dict[str, tuple[tuple[int, ...], str]]:

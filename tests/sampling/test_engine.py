@@ -1,5 +1,6 @@
 """The slot engine against the scorer, and against itself in other slots, batches and lengths."""
 
+import collections
 import dataclasses
 import functools
 
@@ -191,6 +192,8 @@ def test_bad_weights_and_tokens_are_refused():
     engine.set_weights({**params, "ends": {**params["ends"], "embed": jnp.zeros((150, 16))}}, 0)
   with pytest.raises(ValueError, match="bfloat16"):
     engine.set_weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), 0)
+  with pytest.raises(ValueError, match="in their containers: give them as dicts and lists"):
+    engine.set_weights(collections.OrderedDict(params), 0)
 
 
 def test_weights_may_be_prepared_elsewhere_and_the_originals_donated():
