@@ -166,7 +166,7 @@ def test_the_decode_kernel_reads_the_blocks_that_are_filled():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_kernels_of_decode_steps_read_what_is_filled_and_move_no_cache(shared):
-  rows, heads, groups, width, length, filled, prompts, prompt = 128, 4, 2, 128, 1024, 300, 128, 400
+  rows, heads, groups, width, length, filled, prompts, prompt = 256, 4, 2, 128, 1024, 300, 128, 400
   array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
   integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   attend = lambda angles, prompts, *arrays: rotate_store_and_attend(
