@@ -127,7 +127,7 @@ class Engine(Sampler):
     else:
       raise ValueError(
         "params must be this policy's, stacked and of the dtypes of Policy.init, or from prepare_weights; they "
-        f"differ {_difference(params, programs.raw_params)}."
+        f"differ {_difference(params, programs.raw_params, programs.params)}."
       )
     self._sums = [programs.checksum(name)(part) for name, part in weight_parts(self._params)]
     self.version = int(version)
@@ -356,10 +356,11 @@ def _alike(params: Params, abstract: Params) -> bool:
   return all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
 
 
-def _difference(params: Params, expected: Params) -> str:
-  """Says where parameters first differ from others: a leaf, or what holds the leaves."""
-  layout, other = _layout(params), _layout(expected)
-  if not (differing := set(layout.items()) ^ set(other.items())):
+def _difference(params: Params, *accepted: Params) -> str:
+  """Says where parameters first differ from the most similar of several: a leaf, or what holds the leaves."""
+  layout = _layout(params)
+  other = min(map(_layout, accepted), key=lambda other: len(layout.keys() ^ other.keys()))
+  if not (differing := layout.items() ^ other.items()):
     return "in their containers: give them as dicts and lists"
   name = min(differing)[0]
   return f"at {name}: {layout.get(name)}, expected {other.get(name)}"

@@ -194,6 +194,12 @@ def test_bad_weights_and_tokens_are_refused():
     engine.set_weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), 0)
   with pytest.raises(ValueError, match="in their containers: give them as dicts and lists"):
     engine.set_weights(collections.OrderedDict(params), 0)
+  prepared = sampling.prepare_weights(policy, params)
+  with pytest.raises(ValueError, match="in their containers"):
+    engine.set_weights(collections.OrderedDict(prepared), 0)
+  del prepared["layers"][1]["attention_norm"]
+  with pytest.raises(ValueError, match=r"\['layers'\]\[1\]\['attention_norm'\].*: None, expected \(\(32,\)"):
+    engine.set_weights(prepared, 0)
 
 
 def test_weights_may_be_prepared_elsewhere_and_the_originals_donated():
