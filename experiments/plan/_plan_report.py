@@ -90,7 +90,7 @@ def _programs(plan: Plan) -> Iterator[str]:
     yield f"a decode step reads of the cache {own}{''.join(f'; it would be {other}' for other in others)}"
   yield (
     f"needs: GiB of a chip with all that stays there; TFLOP, GB of memory traffic, GB sent and ms: of a chip, of one "
-    f"call ({plan.request.options['decode_chunk']} tokens of every slot, one layer of put)"
+    f"call ({plan.request.options['decode_chunk']} tokens of every slot)"
   )
 
 
