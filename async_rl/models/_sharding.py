@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -140,7 +141,7 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
     tree: the tree of arrays or ShapeDtypeStructs.
     shardings: a tree of shardings or layouts like `tree`, or one for all of its leaves.
   """
-  if isinstance(shardings, NamedSharding):
+  if isinstance(shardings, NamedSharding | Format):
     shardings = jax.tree.map(lambda _: shardings, tree)
   return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
 

@@ -110,10 +110,9 @@ def _traced_engine(
   if not takes_programs(mesh, devices):
     config, (mesh, *_) = sampling.split_engines(config, mesh)
   engine = sampling.Programs(experiment.policy, config, experiment.tokenizer.stop_ids, mesh)
-  layers = experiment.policy.config.num_layers
-  kept = {"weights": engine.params, "cache": (engine.layer(*engine.shapes[-1]),) * layers}
+  kept = {"weights": engine.params, "cache": engine.layers(*engine.shapes[-1])}
   if count := engine.usual_prompts:
-    kept["prompts"] = (engine.layer(count, engine.prompts),) * layers
+    kept["prompts"] = engine.layers(count, engine.prompts)
   return engine, kept
 
 

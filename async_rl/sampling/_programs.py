@@ -169,7 +169,8 @@ class Programs:
   def resize(self, old: tuple[int, int], new: tuple[int, int]) -> Callable[..., Any]:
     """Returns the program of `_decode.resize`: a layer's cache, rows -> a layer's cache."""
     jitted = jax.jit(functools.partial(_decode.resize, self.heads, length=new[1]), out_shardings=self.cache)
-    return self._get(("resize", old, new), lambda: jitted.trace(self.layer(*old), self._integers(new[:1], self.rows)))
+    trace = lambda: jitted.trace(self.layers(*old)[0], self._integers(new[:1], self.rows))
+    return self._get(("resize", old, new), trace)
 
   def decode(self, slots: int, length: int, prompts: int = 0) -> Callable[..., Any]:
     """Returns the program of `_decode.decode_chunk`: params, cache (donated), slots, version, prompts -> cache, drawn.
@@ -195,15 +196,14 @@ class Programs:
   def trace_decode(self, slots: int, length: int, prompts: int = 0) -> jax.stages.Traced:
     """Traces the program of `decode` from shapes alone."""
     function = functools.partial(_decode.decode_chunk, self._policy, self.config, self._stop_ids)
-    cache = (self.layer(slots, length),) * self._policy.config.num_layers
     state = with_shardings(_decode.no_slots(slots, pad_id=0), self.rows)
     jitted = jax.jit(function, donate_argnums=1, out_shardings=(self.cache, self.whole))
     shared = self._abstract_prompts(slots, prompts) if prompts else None
-    return jitted.trace(self.params, cache, state, self._integers((), self.whole), shared)
+    return jitted.trace(self.params, self.layers(slots, length), state, self._integers((), self.whole), shared)
 
-  def layer(self, slots: int, length: int) -> Any:
-    """Returns one layer of an abstract cache of this shape."""
-    return self._layer(slots, length, self.cache)
+  def layers(self, slots: int, length: int) -> Cache:
+    """Returns an abstract cache of this shape."""
+    return self._layers(slots, length, self.cache)
 
   def _trace_checksum(self, name: str) -> jax.stages.Traced:
     part = next(part for other, part in weight_parts(self.params) if other == name)
@@ -215,18 +215,16 @@ class Programs:
     return jitted.trace(self.params, tokens)
 
   def _abstract_prompts(self, slots: int, count: int) -> SharedPrompts:
-    layers = (self.layer(count, self.prompts),) * self._policy.config.num_layers
     each, members, row = [self._integers(s, self.rows) for s in ((count,), (count, self.config.group_size), (slots,))]
-    return SharedPrompts(layers, each, members, row, row)
+    return SharedPrompts(self.layers(count, self.prompts), each, members, row, row)
 
   def _trace_put(self, prefix: int, slots: int, length: int, copies: int, cut: bool = False) -> jax.stages.Traced:
     rows = self.prefill_rows(prefix)
     index = self._integers((rows * copies,), self.whole)
     prefixes = NamedSharding(self.heads.mesh, PartitionSpec(None, *self.heads.spec[1:]))
     jitted = jax.jit(functools.partial(_decode.put, prefixes), donate_argnums=0, out_shardings=self.cache)
-    layers = self._policy.config.num_layers
-    new = (self._layer(rows, prefix, self.heads),) * layers
-    return jitted.trace((self.layer(slots, length),) * layers, new, *[index] * (3 if cut else 2))
+    new = self._layers(rows, prefix, self.heads)
+    return jitted.trace(self.layers(slots, length), new, *[index] * (3 if cut else 2))
 
   def _get(self, key: tuple[Any, ...], trace: Callable[[], jax.stages.Traced]) -> Callable[..., Any]:
     if key not in self._compiled:
@@ -236,9 +234,8 @@ class Programs:
   def _integers(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-  def _layer(self, rows: int, length: int, sharding: NamedSharding | Format) -> Any:
-    layer = jax.eval_shape(lambda: self._policy.init_cache(rows, length)[0])
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in layer)
+  def _layers(self, rows: int, length: int, sharding: NamedSharding | Format) -> Cache:
+    return with_shardings(jax.eval_shape(functools.partial(self._policy.init_cache, rows, length)), sharding)
 
 
 def _cache_format(heads: NamedSharding, backend: str) -> NamedSharding | Format:
