@@ -320,14 +320,14 @@ class Engine(Sampler):
 
   def _collect(self, drawn: _decode.Drawn) -> list[Completion]:
     finished = []
-    counts = drawn.counts.tolist()
+    counts, slots = drawn.counts.tolist(), self._cache.slots.tolist()
     for row, sample in self._live_rows():
       new = slice(0, counts[row])
       sample.extend(drawn.tokens[row, new], drawn.logprobs[row, new], drawn.versions[row, new])
       stopped = sample.last_token in self._stop_ids
       if stopped or sample.length == self._config.max_new_tokens:
         finished.append(sample.completion(STOP if stopped else LENGTH))
-        self._slots[self._cache.slots[row]] = None
+        self._slots[slots[row]] = None
     self.counters.tokens += sum(counts)
     self.counters.chunks += 1
     self.counters.steps += int(drawn.steps)
