@@ -55,11 +55,8 @@ class Case:
   layers: int = 4
 
 
-TAIL = Case(32, 32, prompt=96, own=800, filled=250, layers=8)
-CASES = (
-  *(Case(64, 64), Case(64, 8), Case(256, 256), Case(256, 32), Case(8, 8, layers=16)),
-  *(dataclasses.replace(TAIL, live=live) for live in (2, 8, 32)),
-)
+TAIL = tuple(Case(32, live, prompt=96, own=800, filled=250, layers=8) for live in (2, 8, 32))
+CASES = (Case(64, 64), Case(64, 8), Case(256, 256), Case(256, 32), Case(8, 8, layers=16), *TAIL)
 SMOKE_CASES = (Case(16, 16, 32, 32, 20, 2), Case(16, 8, 32, 32, 20, 2))
 
 
@@ -214,7 +211,7 @@ def measure(config: models.ModelConfig, case: Case, bandwidth: float, turns: int
   for name, shared, attend, step, layers in ways:
     got = np.asarray(jax.jit(attend)(step, layers[0])[0][: case.live], np.float32)
     copies = jax.tree.map(jnp.copy, layers)  # the first call gives its layers away
-    read = case.live * case.filled + case.prompt * (case.live // GROUP if shared else case.live)
+    read = case.live * case.filled + case.prompt * (-(-case.live // GROUP) if shared else case.live)
     seconds, floor = seconds_of(attend, step, copies, turns), read * position / bandwidth
     yield {
       "slots": case.slots,
