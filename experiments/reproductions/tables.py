@@ -181,10 +181,15 @@ def _of_study(
   tables = {f"{name} counts": lambda: counts(study()), f"{name}, no lag": lambda: study().table(0)}
   tables |= {f"{name}, lag {lag}": functools.partial(lambda lag: study().table(lag), lag) for lag in lags}
   if runs is not None:
-    rates = lambda lag: reports.by_rate(runs.tries, lag)
-    tables |= {f"{name}, rates, lag {lag}": functools.partial(rates, lag) for lag in lags}
+    tables |= _rates(name, runs, lags)
     tables[f"{name}, diagnostics"] = lambda: study().diagnostics((0, *lags))
   return tables
+
+
+def _rates(name: str, runs: paired.Split, lags: tuple[int, ...]) -> dict[str, Callable[[], str]]:
+  """Returns the tables of the rates that runs tried, by name."""
+  by_rate = lambda lag: reports.by_rate(runs.tries, lag)
+  return {f"{name}, rates, lag {lag}": functools.partial(by_rate, lag) for lag in lags}
 
 
 def _of_map(name: str, drawn: Callable[[], maps.Map]) -> dict[str, Callable[[], str]]:
@@ -222,12 +227,10 @@ TABLES: dict[str, Callable[[], str]] = {
   "second, counts": second.counts,
   "second, starts": second.starts_table,
   "second task": second.task_table,
-  "second task, rates, lag 10": lambda: reports.by_rate(second.TASK.tries, 10),
-  "second task, rates, lag 32": lambda: reports.by_rate(second.TASK.tries, 32),
+  **_rates("second task", second.TASK, (10, 32)),
   "lower rates": second.lower_table,
   "lower rates, OPOB": second.opob_table,
-  "lower rates, rates, lag 10": lambda: reports.by_rate(second.LOWER.tries, 10),
-  "lower rates, rates, lag 32": lambda: reports.by_rate(second.LOWER.tries, 32),
+  **_rates("lower rates", second.LOWER, (10, 32)),
   "lower rates, diagnostics": lambda: second.lower().diagnostics((0, 10, 32)),
   "second size": second.size_table,
   "second size, rates": lambda: reports.by_rate(second.size_runs(all_starts=False).tries, 10, intervals=False),
