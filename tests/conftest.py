@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -43,6 +44,20 @@ def _forget_programs():
   """A worker that kept every compiled program would grow to gigabytes; those on disk are found again."""
   yield
   jax.clear_caches()
+
+
+@pytest.fixture
+def compilations():
+  """The threads that compile a program during a test, one entry for each."""
+  threads = []
+
+  def note(name, *_, **__):
+    if name == "/jax/core/compile/backend_compile_duration":
+      threads.append(threading.get_ident())
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  yield threads
+  jax.monitoring.unregister_event_duration_listener(note)
 
 
 @contextlib.contextmanager
