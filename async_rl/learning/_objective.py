@@ -43,7 +43,7 @@ AGGREGATIONS: Mapping[str, Aggregate] = types.MappingProxyType(
 
 #: The aggregation a correction was published with, where that is not `sequence_mean`.
 PUBLISHED_AGGREGATIONS: Mapping[str, str] = types.MappingProxyType(
-  {"cispo": "token_mean", "dapo": "token_mean", "m2po": "token_mean", "m2po_signed": "token_mean", "topr": "sum"}
+  dict.fromkeys(("cispo", "dapo", "estr", "m2po", "m2po_signed"), "token_mean") | {"topr": "sum"}
 )
 
 #: Names that `objective` takes.
@@ -91,7 +91,11 @@ class BatchQuantities(NamedTuple):
 
   @property
   def entropy(self) -> Array:
-    """The entropy of each token's distribution under the weights at the start of the step, float32 [B, C]."""
+    """The entropy of each token's distribution under the weights at the start of the step, float32 [B, C].
+
+    It stands in for the entropy under the weights that drew the token, which is not recorded; at a small lag they are
+    close. `losses.estr` asks for it.
+    """
     return self._scored().entropy
 
   @property

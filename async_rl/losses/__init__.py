@@ -66,6 +66,7 @@ from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import mean_log_ratios
 from async_rl.losses._ratios import sequence_log_weights
 from async_rl.losses._rejection import dppo
+from async_rl.losses._rejection import estr
 from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
 from async_rl.losses._rejection import m2po
@@ -73,6 +74,7 @@ from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import restrict
 from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
+from async_rl.losses._rejection import trm
 from async_rl.losses._rewards import final_rewards
 from async_rl.losses._rewards import kl_penalized_rewards
 from async_rl.losses._rewards import missing_end_rewards

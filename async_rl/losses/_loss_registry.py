@@ -40,12 +40,14 @@ from async_rl.losses._policy_gradient import sequence_tis
 from async_rl.losses._policy_gradient import token_tis
 from async_rl.losses._policy_gradient import topr
 from async_rl.losses._rejection import dppo
+from async_rl.losses._rejection import estr
 from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
 from async_rl.losses._rejection import m2po
 from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
+from async_rl.losses._rejection import trm
 from async_rl.losses._soft import log_squared
 from async_rl.losses._soft import sapo
 from async_rl.losses._soft import vespo
@@ -66,6 +68,8 @@ CORRECTIONS: Mapping[str, PolicyLossFn] = types.MappingProxyType(
     "m2po_signed": functools.partial(m2po, signed=True),
     "dppo": dppo,
     "dppo_kl": functools.partial(dppo, kl=True, bound=0.05),
+    "estr": estr,
+    "trm": trm,
     "log_squared": log_squared,
     "sapo": sapo,
     "vespo": vespo,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from async_rl.losses._clipped import ppo_clip
+from async_rl.losses._kl import kl_estimate
 from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._policy_gradient import PolicyLossFn
 from async_rl.losses._policy_gradient import per_token
@@ -300,3 +301,84 @@ def _binary_kl(log_q: jax.Array, log_p: jax.Array) -> jax.Array:
   """Returns q log(q/p) + (1 − q) log((1 − q)/(1 − p)); what float32 rounds to p = 1 counts as 1 − p = 1.2e-7."""
   other_q, other_p = (jnp.maximum(-jnp.expm1(x), jnp.finfo(jnp.float32).eps) for x in (log_q, log_p))
   return jnp.exp(log_q) * (log_q - log_p) + other_q * (jnp.log(other_q) - jnp.log(other_p))
+
+
+def estr(
+  logprobs: ArrayLike,
+  behavior: ArrayLike,
+  advantages: ArrayLike,
+  mask: ArrayLike,
+  *,
+  entropy: ArrayLike,
+  tau: float = 1.0,
+  eps: float = 0.01,
+  inner: PolicyLossFn = ppo_clip,
+) -> PolicyLoss:
+  """ESTR, the entropy-scaled trust region: keeps a token iff (log ρ_t)² / (H_t + eps) ≤ tau.
+
+  H_t is the entropy of the behavior policy at token t: the same log-ratio is allowed where the sampler was unsure and
+  rejected where it was sure. Our sampler records no entropy, so in the trainer that of the policy being trained, at the
+  start of the step, stands in for it; at a small lag they are close. The paper's *tau* is not known to us: the default
+  is ours. 0.01 is reported for *eps*. The loss is averaged over all tokens of the batch, the rejected ones included:
+  aggregate by `token_mean` with the batch's mask.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    entropy: [B, T], H_t in nats, of the whole distribution that each token was drawn from; no gradient flows.
+    tau: the largest squared log-ratio over entropy of a token that is kept.
+    eps: what is added to the entropy, in nats.
+    inner: the loss of the tokens that are kept.
+
+  References:
+    Zhao et al., Deconstructing Off-Policy Ratios, 2026, https://arxiv.org/abs/2607.22186
+
+  >>> mask = jnp.ones((1, 2), bool)  # both (log ρ)² are .25
+  >>> estr(jnp.full((1, 2), -1.0), jnp.full((1, 2), -1.5), jnp.ones(1), mask, entropy=jnp.array([[0.1, 0.5]])).keep
+  Array([[False,  True]], dtype=bool)
+  """
+  check_mask(mask, entropy=entropy)
+  scale = jnp.asarray(entropy, jnp.float32) + eps
+  keep = log_ratios(logprobs, behavior, mask) ** 2 <= tau * scale
+  return restrict(inner(logprobs, behavior, advantages, mask), keep)
+
+
+def trm(
+  logprobs: ArrayLike,
+  behavior: ArrayLike,
+  advantages: ArrayLike,
+  mask: ArrayLike,
+  *,
+  max_bound: float = 0.05,
+  mean_bound: float = 0.001,
+  inner: PolicyLossFn = ppo_clip,
+) -> PolicyLoss:
+  """Trust region masking: keeps a sequence iff max_t D_t ≤ max_bound and mean_t D_t ≤ mean_bound.
+
+  D_t is KL(μ ‖ π_θ) at token t, in the paper over the whole vocabulary. Here only the sampled token is known, so D_t is
+  the estimate ρ_t − 1 − log ρ_t (k3 of `kl_estimate`): never negative, and its mean under μ is that divergence. The
+  default bounds are reported of the paper's runs, for the mismatch of two engines: they drop nearly all stale data.
+
+  Args:
+    logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
+    behavior: [B, T] log μ of each token, under the weights that drew it.
+    advantages: [B], or [B, T] where they differ by token; no gradient flows.
+    mask: bool [B, T], the trained tokens.
+    max_bound: the largest divergence of one token of a sequence that is kept, in nats; inf for no bound.
+    mean_bound: the largest mean divergence of a sequence that is kept, in nats; inf for no bound.
+    inner: the loss of the sequences that are kept.
+
+  References:
+    Li et al., Trust Region Masking for Long-Horizon LLM Reinforcement Learning, 2025, https://arxiv.org/abs/2512.23075
+
+  >>> behavior, mask = jnp.array([[-1.01, -1.01], [-1.01, -1.1]]), jnp.ones((2, 2), bool)
+  >>> trm(jnp.full((2, 2), -1.0), behavior, jnp.ones(2), mask).keep
+  Array([[ True,  True],
+         [False, False]], dtype=bool)
+  """
+  divergence = kl_estimate(behavior, logprobs, mask, estimator="k3")
+  largest = jnp.max(divergence, axis=-1, initial=0.0)
+  keep = (largest <= max_bound) & (mean_log_ratios(divergence, mask) <= mean_bound)
+  return restrict(inner(logprobs, behavior, advantages, mask), keep[:, None])

@@ -1,5 +1,7 @@
 """Objectives: every name of the registries trains, and gets what it needs of the whole batch."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ WIDE = {
   "geometric_mask": dict(low=0.01, high=100.0),
   "sequence_mask": dict(low=1e-3, high=1e3),
   "m2po": dict(budget=2.0),
+  "trm": dict(max_bound=math.inf, mean_bound=10.0),
 }
 RLHF = [(method, kl) for method in ("rloo", "proximal_rloo", "ppo") for kl in ("reward", "reward_current", "loss")]
 RLHF += [(method, "reward") for method in ("online_dpo", "ipo", "best_of_n")]
@@ -63,8 +66,9 @@ def test_every_method_of_rlhf_trains(method, kl):
   assert_trains(learning.rlhf_objective(method, kl=kl))
 
 
-def test_the_threshold_is_that_of_the_whole_batch_however_it_is_split():
-  objective = learning.objective("m2po", budget=2.0)
+@pytest.mark.parametrize(("name", "options"), [("m2po", dict(budget=2.0)), ("estr", {})])
+def test_what_a_correction_needs_is_that_of_the_whole_batch_however_it_is_split(name, options):
+  objective = learning.objective(name, **options)
   learners = [
     make_learner(shape, optimizer=optax.sgd(0.01), policy=BIGRAM, objective=objective)
     for shape in (shape_of(rows=16, row_tokens=40), shape_of(rows=1, row_tokens=20), shape_of(rows=4, row_tokens=33))
@@ -100,7 +104,9 @@ def test_needs_follow_from_the_signatures():
   plain, recompute = learning.objective("ppo_clip"), learning.objective("decoupled_recompute")
   assert not plain.needs_scores
   assert recompute.needs_scores
+  assert needs("estr") == {"entropy"}
   assert learning.objective("m2po").needs_scores
+  assert learning.objective("estr").needs_scores
   assert not recompute.needs_exact_norms
   assert learning.rlhf_objective("ipo").needs_reference
   assert not learning.rlhf_objective("best_of_n").needs_reference
@@ -124,6 +130,7 @@ def test_what_is_not_needed_is_not_computed():
     ("sequence_tis", "sequence_mean"),
     ("m2po", "token_mean"),
     ("m2po_signed", "token_mean"),
+    ("estr", "token_mean"),
     ("topr", "sum"),
     ("dapo", "token_mean"),
   ],

@@ -113,6 +113,19 @@ def dppo(world, b, t, bound=0.2, kl=False):
 
 
 @by_token
+def estr(world, b, t, entropy=None, tau=1.0, eps=0.01, low=0.2, high=0.2):
+  loss, _, clipped = surrogate(world.rho(b, t, world.lp), world.adv(b, t), low, high)
+  return loss, math.log(world.rho(b, t)) ** 2 / (entropy[b, t] + eps) <= tau, clipped
+
+
+@by_token
+def trm(world, b, t, max_bound=0.05, mean_bound=0.001, low=0.2, high=0.2):
+  k3 = [world.rho(b, s) - 1 - math.log(world.rho(b, s)) for s in range(world.lp.shape[1]) if world.mask[b, s]]
+  loss, _, clipped = surrogate(world.rho(b, t, world.lp), world.adv(b, t), low, high)
+  return loss, max(k3) <= max_bound and np.mean(k3) <= mean_bound, clipped
+
+
+@by_token
 def log_squared(world, b, t, tau=1e-3):
   loss, _, clipped = score(world, b, t, min(world.rho(b, t), 20.0), clipped=world.rho(b, t) > 20.0)
   kept = dppo_keeps(world, b, t, 0.2, False)

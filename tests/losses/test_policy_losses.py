@@ -29,8 +29,9 @@ def batch(seed=0, per_token_advantages=False, spread=0.7):
   # Round to float32 so that both sides see the same numbers.
   lp, mu, advantages = (x.astype(np.float32).astype(np.float64) for x in (lp, mu, advantages))
   proximal = (mu + (lp - mu) * rng.uniform(0, 1, (B, T))).astype(np.float32).astype(np.float64)
+  entropy = rng.uniform(0, 0.3, (B, T)).astype(np.float32).astype(np.float64)
   return dict(lp=lp, mu=mu, advantages=advantages, mask=mask), dict(
-    lag=lag, proximal=proximal, threshold=0.3, log_ratio_scale=0.25
+    lag=lag, proximal=proximal, threshold=0.3, log_ratio_scale=0.25, entropy=entropy
   )
 
 
@@ -69,6 +70,11 @@ REFERENCES = [
   (losses.dppo, reference.dppo, {}),
   (losses.dppo, reference.dppo, dict(bound=0.05)),
   (losses.dppo, reference.dppo, dict(kl=True, bound=0.05)),
+  (losses.estr, reference.estr, {}),
+  (losses.estr, reference.estr, dict(tau=0.2, eps=0.1)),
+  (losses.trm, reference.trm, {}),
+  (losses.trm, reference.trm, dict(max_bound=0.1, mean_bound=math.inf)),
+  (losses.trm, reference.trm, dict(max_bound=math.inf, mean_bound=0.03)),
   (losses.log_squared, reference.log_squared, {}),
   (losses.log_squared, reference.log_squared, dict(tau=0.3)),
   (losses.sapo, reference.sapo, {}),
@@ -151,6 +157,12 @@ OPTIONS = [
   (losses.dppo, {}, dict(bound=0.05)),
   (losses.dppo, {}, dict(kl=True)),
   (losses.dppo, {}, dict(inner=losses.reinforce)),
+  (losses.estr, {}, dict(tau=0.1)),
+  (losses.estr, {}, dict(eps=1.0)),
+  (losses.estr, {}, dict(inner=losses.reinforce)),
+  (losses.trm, dict(mean_bound=1.0), dict(mean_bound=1.0, max_bound=2.0)),
+  (losses.trm, dict(max_bound=2.0), dict(max_bound=2.0, mean_bound=1.0)),
+  (losses.trm, dict(max_bound=2.0, mean_bound=1.0), dict(max_bound=2.0, mean_bound=1.0, inner=losses.reinforce)),
   (losses.log_squared, {}, dict(tau=0.1)),
   (losses.log_squared, {}, dict(inner=losses.reinforce)),
   (losses.sapo, {}, dict(positive=1.5)),
@@ -260,6 +272,10 @@ GOLDEN = [
   ("dppo", -1.0, [-1.532477, -1.386294]),
   ("dppo_kl", 1.0, [0.0, 0.0]),
   ("dppo_kl", -1.0, [-1.532477, -1.386294]),
+  # (log ρ)² / (H + .01) = (.921, 1.550): the larger ratio is kept, held at 1.2 upwards.
+  ("estr", 1.0, [-1.2, 0.0]),
+  ("estr", -1.0, [3.0, 0.0]),
+  ("trm", 1.0, [0.0, 0.0]),  # ρ − 1 − log ρ = (.901, .307) beyond .05
   ("log_squared", 1.0, [1.206949e-3, 4.804530e-4]),  # rejected by dppo: .001 (log ρ)² is left
   ("sapo", 1.0, [-3.523188, -2.924234]),  # 4 sigmoid(2), 4 sigmoid(1)
   ("sapo", -1.0, [3.393916, 2.821999]),  # 4 / 1.05 sigmoid(2.1), sigmoid(1.05)
@@ -274,6 +290,7 @@ GOLDEN = [
 @pytest.mark.parametrize(("name", "advantage", "expected"), GOLDEN)
 def test_worked_example(name, advantage, expected):
   extras = dict(proximal=np.log([[0.4, 0.25]]), lag=np.array([[2, 2]]), threshold=1.0, log_ratio_scale=0.7)
+  extras["entropy"] = np.array([[1.3, 0.3]])
   data = dict(
     lp=np.array([LOG_PI]), mu=np.array([LOG_MU]), advantages=np.array([advantage]), mask=np.ones((1, 2), bool)
   )
