@@ -85,6 +85,13 @@ LOSSES: dict[str, losses.PolicyLossFn] = {
   "topr_successes": functools.partial(losses.topr, cap=0.0),
   "topr_sum": _times_length(losses.topr, 1.0),
   "sequence_ppo_mean": _times_length(_sequence_ppo, -1.0),
+  # Trust regions: the bound on a token by its entropy, and the bounds on a sequence times 1, 10 and 100.
+  "estr_low": functools.partial(losses.estr, tau=0.25),
+  "estr": losses.estr,
+  "estr_high": functools.partial(losses.estr, tau=4.0),
+  "trm": losses.trm,
+  "trm_10": functools.partial(losses.trm, max_bound=0.5, mean_bound=0.01),
+  "trm_100": functools.partial(losses.trm, max_bound=5.0, mean_bound=0.1),
 }
 
 

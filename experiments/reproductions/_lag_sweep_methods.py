@@ -260,6 +260,18 @@ TOKEN_WEIGHTS = {
   "M2PO, signed": _method("m2po_signed"),
 }
 
+#: Trust regions of a token, by the entropy of the distribution that drew it, and of a sequence.
+ESTR = {
+  "ESTR, tau .25": _method("estr_low"),
+  "ESTR, tau 1": _method("estr"),
+  "ESTR, tau 4": _method("estr_high"),
+}
+TRM = {
+  "TRM": _method("trm"),
+  "TRM, bounds x 10": _method("trm_10"),
+  "TRM, bounds x 100": _method("trm_100"),
+}
+
 CENTERED = {"centering": list(sweep_losses.CENTERINGS).index("plain")}
 CENTERED_TIS = {"centering": list(sweep_losses.CENTERINGS).index("token_tis")}
 
@@ -352,7 +364,7 @@ EXACT_NORMS = SYNC_EXACT | THIRD | EXACT | MOMENTUM_EXACT | INGREDIENTS_EXACT
 EXACT_NORMS |= TOPR_REACHING_EXACT | REACHING_EXACT
 
 METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | MOMENTUM | TOKEN_WEIGHTS | RAMPED | EXACT_NORMS
-METHODS |= CENTERED_SCORES | INGREDIENTS | PARTS | LESS_MOMENTUM | REACHING
+METHODS |= CENTERED_SCORES | INGREDIENTS | PARTS | LESS_MOMENTUM | REACHING | ESTR | TRM
 for _group in GAC_ON.values():
   METHODS |= _group
 #: All controls.

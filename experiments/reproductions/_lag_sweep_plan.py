@@ -39,6 +39,8 @@ GROUPS: dict[str, Collection[str]] = {
   "momentum": methods.MOMENTUM,
   "momentum_exact": methods.MOMENTUM_EXACT,
   "token_weights": methods.TOKEN_WEIGHTS,
+  "estr": methods.ESTR,
+  "trm": methods.TRM,
   "centered_scores": methods.CENTERED_SCORES,
   "ingredients": methods.INGREDIENTS,
   "ingredients_exact": methods.INGREDIENTS_EXACT,

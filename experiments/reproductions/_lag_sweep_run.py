@@ -57,6 +57,11 @@ class Drawn(NamedTuple):
     """Returns the log-probabilities that the tokens were drawn with, float32 [B, C]."""
     return _at(self.distributions, self.tokens)
 
+  @property
+  def entropy(self) -> Array:
+    """Returns the entropies of the distributions that the tokens were drawn from, float32 [B, C]."""
+    return -jnp.sum(jnp.exp(self.distributions) * self.distributions, axis=-1)
+
 
 def _at(distributions: Array, tokens: Array) -> Array:
   return jnp.take_along_axis(distributions, tokens[..., None], axis=-1)[..., 0]
@@ -200,7 +205,8 @@ class Training:
     norms = self.squared_norms(weights, prompts, drawn) if self.exact_norms else batch.squared_logit_norms
     batch = batch._replace(squared_norms=norms)
     advantages = methods.advantages(knobs, batch)
-    coefficients = sweep_losses.coefficients(knobs.loss, logprobs, advantages, batch)
+    known = batch._replace(stats=stats._replace(entropy=drawn.entropy))  # of the policy that drew, as ESTR has it
+    coefficients = sweep_losses.coefficients(knobs.loss, logprobs, advantages, known)
     centering = sweep_losses.centering(knobs.centering, distributions, drawn.distributions, advantages, batch)
     (gradient,) = pull((coefficients, centering))
 

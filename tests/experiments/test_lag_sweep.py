@@ -142,6 +142,10 @@ def test_sampler_and_learner_agree_on_log_probabilities(drawn):
     assert mask[:length].all()
 
 
+#: At this factor of the weights, ESTR rejects other tokens by the entropy of the policy that is trained.
+ESTR = ("estr_low", 1.6)
+
+
 @pytest.fixture(scope="module")
 def gradient(drawn):
   """Random rewards, and the gradient of the runner on `drawn` under them at lag 3, by loss and weights."""
@@ -156,25 +160,32 @@ def gradient(drawn):
   return rewards, make
 
 
-@pytest.mark.parametrize("name", ["ppo", "a3po", "sequence_tis", "topr", "m2po", "prefix_tis", "sat"])
-def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, gradient, name):
+@pytest.mark.parametrize(
+  ("name", "factor"),
+  [*((name, 1.02) for name in ("ppo", "a3po", "sequence_tis", "topr", "m2po", "prefix_tis", "sat", "trm_10")), ESTR],
+)
+def test_the_gradient_through_coefficients_is_the_losses_gradient(drawn, gradient, name, factor):
   runner, weights, prompts, completions = drawn
-  moved = weights * 1.02
+  moved = weights * factor
   rewards, make_gradient = gradient
   objective = learning.Objective(sweep_losses.LOSSES[name], losses.ADVANTAGES["dr_grpo"])
-  mask, behavior = completions.mask, completions.logprobs
+  mask, behavior, log_q = completions.mask, completions.logprobs, completions.distributions
 
-  def loss(weights):
-    stats = runner.score(weights, prompts, completions.tokens)
+  def loss(weights, entropy):
+    stats = runner.score(weights, prompts, completions.tokens)._replace(entropy=entropy)
     batch = learning.BatchQuantities(rewards, runner.groups, mask, behavior, jnp.full(mask.shape, 3), stats)
     advantages = objective.make_advantages(batch)[:, None] * jnp.ones(mask.shape)
     out = objective.loss(stats.logprobs, behavior, advantages, mask, **objective.loss_options(batch))
     return objective.mean(out.loss, mask)
 
-  wanted = jax.jit(jax.grad(loss))(moved)
+  wanted = jax.jit(jax.grad(loss))(moved, -jnp.sum(jnp.exp(log_q) * log_q, axis=-1))
   got, log_weights, _ = make_gradient(list(sweep_losses.LOSSES).index(name), moved)
   np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
   assert np.std(log_weights) > 0.01
+  assert np.any(got)
+  if name == ESTR[0]:
+    other = jax.grad(loss)(moved, runner.score(moved, prompts, completions.tokens).entropy)
+    assert float(jnp.linalg.norm(got - other)) > 0.01 * float(jnp.linalg.norm(got))
 
 
 @pytest.mark.parametrize(
