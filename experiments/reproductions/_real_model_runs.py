@@ -242,7 +242,7 @@ class Study:
     return found
 
 
-def plan(lags: Sequence[int], methods: Sequence[str], seeds: int, rate: float) -> Iterator[Run]:
+def plan(lags: Sequence[int], methods: Sequence[str], seeds: Sequence[int], rate: float) -> Iterator[Run]:
   """Yields the runs at one learning rate, the most informative first.
 
   Sync and the first two methods at the largest lag with one seed after the other, then the other methods there, then
@@ -253,10 +253,10 @@ def plan(lags: Sequence[int], methods: Sequence[str], seeds: int, rate: float) -
   others = [name for name in methods if name not in exact]
   *lower, largest = sorted({lag for lag in lags if lag}) or [0]
   highest = [largest] if largest else []
-  for seed in range(seeds):
+  for seed in seeds:
     if 0 in lags:
       yield Run(SYNC, 0, seed, rate)
     yield from (Run(name, lag, seed, rate) for lag in highest for name in others[:2])
   for names, parts in ((others[2:], highest), (others, lower[::-1]), (exact, [*lower[::-1], *highest])):
-    for seed in range(seeds):
+    for seed in seeds:
       yield from (Run(name, lag, seed, rate) for lag in parts for name in names)

@@ -108,7 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--lags", nargs="+", type=int, default=(0, 8, 32))
   parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
   parser.add_argument("--rate", type=float, default=3e-5, help="the learning rate")
-  parser.add_argument("--seeds", type=int, default=2)
+  parser.add_argument("--seeds", type=int, default=2, help="the number of seeds")
+  parser.add_argument("--first-seed", type=int, default=0)
   parser.add_argument("--samples", type=int, default=128, choices=list(SCALES), help="of an update")
   parser.add_argument("--steps", type=int, help=f"default {SIZES['steps']}")
   parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
@@ -116,8 +117,10 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--smoke", action="store_true", help="a few steps of few runs")
   parser.add_argument("--report", action="store_true", help="only report")
   options = parser.parse_args(arguments)
-  if min(options.seeds, options.workers, options.steps or 1) < 1 or min(options.lags) < 0 or options.rate <= 0:
-    parser.error("--seeds, --workers and --steps must be at least 1, --rate above 0, --lags not below")
+  if min(options.seeds, options.workers, options.steps or 1) < 1 or options.rate <= 0:
+    parser.error("--seeds, --workers and --steps must be at least 1, --rate above 0")
+  if min(*options.lags, options.first_seed) < 0:
+    parser.error("--lags and --first-seed must be at least 0")
   folder = options.folder or pathlib.Path("runs/real_model_smoke" if options.smoke else "runs/real_model")
   scale = SCALES[options.samples]
   results = options.results or (folder if options.smoke else scale.folder)
@@ -126,7 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
       parser.error("the runs need --gsm8k-folder")
     sizes = dict(SMOKE if options.smoke else scale.sizes) | ({"steps": options.steps} if options.steps else {})
     study = Study(folder, options.gsm8k_folder, options.weights, sizes, scale.test_samples)
-    wanted = plan(options.lags, options.methods, options.seeds, options.rate)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    wanted = plan(options.lags, options.methods, seeds, options.rate)
     make(study, wanted, results / "real_model.csv", options.workers, options.budget_s)
     with contextlib.suppress(OSError):  # what was cut off stays
       (folder / "runs").rmdir()

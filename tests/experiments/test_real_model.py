@@ -79,6 +79,7 @@ def test_the_command_says_what_is_missing(tmp_path, capsys):
     (["--report", "--results", str(tmp_path)], "holds no real_model.csv with runs"),
     (["--results", str(tmp_path)], "the runs need --gsm8k-folder"),
     (["--seeds", "0"], "must be at least 1"),
+    (["--first-seed", "-1"], "--first-seed must be at least 0"),
   ):
     with pytest.raises(SystemExit):
       real_model.main(arguments)
@@ -130,14 +131,14 @@ def test_methods_need_what_they_are_called_after():
 
 
 def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
-  runs = list(study.plan((0, 2, 8), ["no correction", "TOPR", "A-3PO", "VCPO, exact"], seeds=2, rate=1e-4))
+  runs = list(study.plan((0, 2, 8), ["no correction", "TOPR", "A-3PO", "VCPO, exact"], seeds=(0, 1), rate=1e-4))
   assert len(set(runs)) == len(runs) == 2 + 2 * 2 * 4
   order = [(run.method, run.lag, run.seed) for run in runs]
   assert order[6:8] == [("A-3PO", 8, 0), ("A-3PO", 8, 1)]
   assert {lag for _, lag, _ in order[8:14]} == {2}
   assert order[:4] == [("no correction", 0, 0), ("no correction", 8, 0), ("TOPR", 8, 0), ("no correction", 0, 1)]
   assert [method for method, _, _ in order[-4:]] == ["VCPO, exact"] * 4
-  assert list(study.plan((0,), ["TOPR"], seeds=1, rate=1e-4)) == [study.Run("no correction", 0, 0, 1e-4)]
+  assert list(study.plan((0,), ["TOPR"], seeds=(3,), rate=1e-4)) == [study.Run("no correction", 0, 3, 1e-4)]
 
 
 def test_a_run_that_diverged_is_done(tmp_path):
