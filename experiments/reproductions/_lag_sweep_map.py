@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from experiments.reproductions import _lag_sweep_gac as gac
@@ -45,15 +43,13 @@ class Map:
   Args:
     tried: the runs on the seeds that thresholds, choices and rates are chosen on.
     fresh: the runs on other seeds.
-    lags: the lags to show, of a plan that was stopped those that it finished; all by default.
 
   Attributes:
     comparisons: the number of differences of `differences`.
   """
 
-  def __init__(self, tried: Table, fresh: Table, lags: Sequence[int] | None = None):
-    self.tried, self.fresh = tried, fresh
-    self.lags = tried.lags() if lags is None else list(lags)
+  def __init__(self, tried: Table, fresh: Table):
+    self.tried, self.fresh, self.lags = tried, fresh, tried.lags()
     present = set(fresh.methods())
     self.bases = [base for base in gac.BASES if present & set(methods.GAC_ON[f"GAC on {base}"])]
     self.comparisons = 2 * len(self.bases) * len(self.lags)

@@ -22,10 +22,10 @@ MISSING = paired.Split(reports.RESULTS / "missing_methods", "ch4", range(3300, 3
 #: The study of what that one was stopped before.
 REMAINING = paired.Split(reports.RESULTS / "remaining_methods", "ch4", range(3500, 3503), range(3400, 3420))
 SORTING = paired.Split(reports.RESULTS / "small_sorting", "sort10", range(5100, 5102), range(5000, 5006))
-#: The maps of GAC on the toy and on ch4, and the lags that the latter finished.
+#: The maps of GAC on the toy and on ch4, at lag 10 and, from other warm starts, at lag 32.
 GAC_WORDS = paired.Split(reports.RESULTS / "gac_words", "words", range(100), range(100, 1000))
 GAC_CH4 = paired.Split(reports.RESULTS / "gac_map", "ch4", range(3100, 3102), range(3000, 3020))
-GAC_LAGS = (10,)
+GAC_CH4_32 = paired.Split(reports.RESULTS / "gac_map_32", "ch4", range(3100, 3102), range(3000, 3020))
 
 
 @functools.cache
@@ -82,8 +82,14 @@ def gac_words() -> maps.Map:
 
 @functools.cache
 def gac_ch4() -> maps.Map:
-  """Returns the map of GAC on ch4."""
-  return maps.Map(GAC_CH4.tries, GAC_CH4.fresh, GAC_LAGS)
+  """Returns the map of GAC on ch4 at lag 10."""
+  return maps.Map(GAC_CH4.tries, GAC_CH4.fresh)
+
+
+@functools.cache
+def gac_ch4_32() -> maps.Map:
+  """Returns the map of GAC on ch4 at lag 32, whose warm starts are not those of lag 10."""
+  return maps.Map(GAC_CH4_32.tries, GAC_CH4_32.fresh)
 
 
 @functools.cache

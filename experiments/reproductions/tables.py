@@ -239,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
   "gac, cosines": lambda: maps.cosines(results.earlier(), (10, 32)),
   **_of_map("gac, words", results.gac_words),
   **_of_map("gac, ch4", results.gac_ch4),
+  **_of_map("gac, ch4, lag 32", results.gac_ch4_32),
   "rlhf, counts": lambda: rlhf_reports.counts(results.all_looks(), async_rlhf.STUDY),
   "rlhf, rates": lambda: rlhf_reports.rates(results.all_looks(), async_rlhf.STUDY),
   "rlhf": lambda: rlhf_reports.table(results.looks()),

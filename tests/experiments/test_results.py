@@ -40,6 +40,7 @@ def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, runs)
     ("remaining_methods", results.REMAINING),
     ("gac_words", results.GAC_WORDS),
     ("gac_map", results.GAC_CH4),
+    ("gac_map_32", results.GAC_CH4_32),
     ("small_sorting", results.SORTING),
     ("second_task", second.TASK),
     ("lower_rates", second.LOWER),
@@ -52,9 +53,10 @@ def test_a_plan_makes_what_its_file_has(name, runs):
   assert not any(item.runs(held) or item.waiting(held) for item in items)
 
 
-@pytest.mark.parametrize("name", ["gac_words", "gac_ch4"])
-def test_no_seed_of_the_map_of_gac_was_chosen_on(name):
+@pytest.mark.parametrize(("name", "lags"), [("gac_words", [10, 32]), ("gac_ch4", [10]), ("gac_ch4_32", [32])])
+def test_no_seed_of_the_map_of_gac_was_chosen_on(name, lags):
   drawn = getattr(results, name)()
+  assert drawn.lags == lags
   assert not set(drawn.tried.seeds) & set(drawn.fresh.seeds)
   assert not np.isnan(drawn.fresh.accuracy).any()
 
@@ -88,3 +90,9 @@ def test_the_rates_at_an_edge_in_the_study_of_remaining_methods_are_those_that_t
   edges = [study.fresh.configs[row.config] for rows in study.rows.values() for row in rows if row.edge]
   assert edges == [("SAPO", 4, 5e-5), ("SAPO", 10, 5e-5), ("PPO", 32, 5e-5)]
   assert not {(method, lag) for method, lag, _ in edges} & {(method, lag) for method, lag, _ in tables.RIVALS}
+
+
+def test_the_maps_of_gac_on_sums_have_the_same_seeds_and_other_warm_starts():
+  starts = [plans.Results(runs.folder).starts for runs in (results.GAC_CH4, results.GAC_CH4_32)]
+  assert starts[0].keys() == starts[1].keys()  # so that the page compares nothing between them by seed
+  assert not any(starts[0][key] == starts[1][key] for key in starts[0])
