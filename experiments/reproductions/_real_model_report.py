@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import pathlib
+from collections.abc import Iterable
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,15 +19,20 @@ from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import number
 from experiments.reproductions._lag_sweep_table import rate_text
 from experiments.reproductions._real_model_runs import COLUMNS
+from experiments.reproductions._real_model_runs import METHODS
 from experiments.reproductions._real_model_runs import SYNC
 from experiments.reproductions._real_model_runs import Run
 from experiments.reproductions._real_model_runs import Steps
+from experiments.reproductions._real_model_runs import diverged
 
 Runs = Mapping[Run, Steps]
 #: The number of test problems.
 PROBLEMS = 440
 #: The run that others are compared with, of the same rate and seed.
 BEST = "TOPR"
+#: After three starts a mean ESS of tokens below this over these updates was taken for the sign of a collapse.
+LOW = 0.7
+PERIOD = (24, 48)
 #: What may tell of a collapse, in words.
 SIGNS = {
   "reward": "reward of the batches",
@@ -74,6 +80,12 @@ def last_accuracy(steps: Steps) -> float:
   return list(accuracies(steps).values())[-1] if accuracies(steps) else math.nan
 
 
+def finished(runs: Runs) -> dict[Run, Steps]:
+  """Returns the runs that have the last evaluation that any of them has; the others were cut off or diverged."""
+  last = max((step for steps in runs.values() for step in accuracies(steps)), default=0)
+  return {run: steps for run, steps in runs.items() if last in accuracies(steps)}
+
+
 def collapse(steps: Steps) -> int | None:
   """Returns the step of the first evaluation with less than half of the start's accuracy, `None` without one."""
   seen = accuracies(steps)
@@ -103,20 +115,27 @@ def difference(first: float, second: float, comparisons: int = 1, samples: int =
 
 
 def accuracy_table(runs: Runs) -> str:
-  """Returns a row per run: the accuracy of every evaluation, and the first that is below half of the start's."""
+  """Returns a row per run: the accuracy of every evaluation, and the first that is below half of the start's.
+
+  The last cell of a run that was cut off, or diverged, says so.
+  """
   steps = sorted({step for found in runs.values() for step in accuracies(found)})
+  ended = finished(runs)
   rows = []
   for run, found in runs.items():
     seen, gone = accuracies(found), collapse(found)
     cells = [number(seen[step], 3) if step in seen else "" for step in steps]
-    rows.append([*_names(run), *cells, "–" if gone is None else f"at {gone}"])
+    said = ["–" if run in ended else ""] if gone is None else [f"at {gone}"]
+    said += [] if run in ended else [_stop(found)]
+    rows.append([*_names(run), *cells, ", ".join(filter(None, said))])
   return grid([*_NAMES, *("start" if step == 0 else str(step) for step in steps), "below half"], rows)
 
 
 def end_table(runs: Runs, samples: int = PROBLEMS, every_lag: bool = False) -> str:
   """Returns a row per run: accuracy at the end with its interval, its differences to the start and to other runs.
 
-  Differences in bold stay clear of 0 when the intervals are widened to hold for all of the table jointly.
+  Differences in bold stay clear of 0 when the intervals are widened to hold for all of the table jointly. A run that
+  was cut off has no row.
 
   Args:
     runs: the runs.
@@ -124,6 +143,7 @@ def end_table(runs: Runs, samples: int = PROBLEMS, every_lag: bool = False) -> s
     every_lag: whether runs are compared with `BEST` at their own lag and with sync, not with `BEST` at the largest lag.
   """
   largest = max(run.lag for run in runs)
+  runs = finished(runs)
   others = {f"minus {BEST} at lag {largest}": lambda run: run._replace(method=BEST, lag=largest)}
   if every_lag:
     others = {
@@ -139,15 +159,17 @@ def end_table(runs: Runs, samples: int = PROBLEMS, every_lag: bool = False) -> s
   rows = []
   for run in pairs:
     end = last_accuracy(runs[run])
-    if not math.isnan(end):
-      low, high = interval(end, samples=samples)
-      cells = [_difference(end, other, comparisons, samples) for other in pairs[run]]
-      rows.append([*_names(run), f"{number(end, 3)} ({number(low, 3)} to {number(high, 3)})", *cells])
+    low, high = interval(end, samples=samples)
+    cells = [_difference(end, other, comparisons, samples) for other in pairs[run]]
+    rows.append([*_names(run), f"{number(end, 3)} ({number(low, 3)} to {number(high, 3)})", *cells])
   return grid([*_NAMES, "end", "minus its start", *others], rows)
 
 
 def sign_table(runs: Runs) -> str:
-  """Returns a row per run: means of the signs over the updates before the first, the second and the last evaluation."""
+  """Returns a row per run: means of the signs over the updates before the first, the second and the last evaluation.
+
+  A run that was cut off has a dash for what it has not all updates of.
+  """
   steps = sorted({step for found in runs.values() for step in accuracies(found)})
   periods = list(itertools.pairwise(steps))
   periods = [*periods[:2], *periods[2:][-1:]]
@@ -155,8 +177,9 @@ def sign_table(runs: Runs) -> str:
   for run, found in runs.items():
     cells = []
     for column in SIGNS:
-      means = (mean_of_period(found, column, period) for period in periods)
-      cells.append(" → ".join(_signed(mean, 1 if column == "length" else 3) for mean in means if not math.isnan(mean)))
+      means = [mean_of_period(found, column, period) if period[1] in found else math.nan for period in periods]
+      texts = ("–" if math.isnan(mean) else _signed(mean, 1 if column == "length" else 3) for mean in means)
+      cells.append("" if np.all(np.isnan(means)) else " → ".join(texts))
     rows.append([*_names(run), *cells])
   return grid([*_NAMES, *SIGNS.values()], rows)
 
@@ -165,9 +188,9 @@ def reward_table(runs: Runs) -> str:
   """Returns a row per run: the mean reward of the batches before its first and its last evaluation, and the rise.
 
   Intervals are Student's and Welch's at 95 %, over batches, each of other prompts; a rise in bold stays clear of 0 when
-  the intervals are widened to hold for all of the table jointly.
+  the intervals are widened to hold for all of the table jointly. A run that was cut off has no row.
   """
-  found = {run: rewards for run, steps in runs.items() if (rewards := _rewards(steps)) is not None}
+  found = {run: rewards for run, steps in finished(runs).items() if (rewards := _rewards(steps)) is not None}
   rows = []
   for run, (first, last) in found.items():
     welch = stats.ttest_ind(last, first, equal_var=False)
@@ -176,6 +199,76 @@ def reward_table(runs: Runs) -> str:
     low, high = welch.confidence_interval(1 - 0.05 / len(found))
     rows.append([*_names(run), measure(first, 3), measure(last, 3), text if low <= 0 <= high else f"**{text}**"])
   return grid([*_NAMES, "first", "last", "rise"], rows)
+
+
+def repeat_table(starts: Mapping[str, Runs], samples: int = PROBLEMS) -> str:
+  """Returns a row per lag and method, a column per start and seed: the end minus the run's own start, and its collapse.
+
+  A difference in bold stays clear of 0 when Newcombe's intervals are widened to hold for all of the table jointly. A
+  run that was cut off has no difference and is not counted among those that may have collapsed.
+
+  Args:
+    starts: the runs of every start by its name.
+    samples: the number of samples of an evaluation.
+  """
+  ends = {name: finished(runs) for name, runs in starts.items()}
+  columns = [(name, seed) for name, runs in starts.items() for seed in sorted({run.seed for run in runs})]
+  kinds = {(run.lag, run.method) for runs in starts.values() for run in runs}
+  comparisons = sum(map(len, ends.values()))
+  rows = []
+  for lag, method in sorted(kinds, key=lambda kind: (kind[0], list(METHODS).index(kind[1]))):
+    cells, collapsed = [], []
+    for name, seed in columns:
+      found = [run for run in starts[name] if (run.lag, run.method, run.seed) == (lag, method, seed)]
+      cells.append("; ".join(_change(starts[name][run], run in ends[name], comparisons, samples) for run in found))
+      collapsed += [collapse(ends[name][run]) is not None for run in found if run in ends[name]]
+    counted = f"{sum(collapsed)} of {len(collapsed)}" if collapsed else "–"
+    rows.append([*_names(Run(method, lag, 0, 0.0))[:2], *cells, counted])
+  return grid(["lag", "method", *(f"{name}, seed {seed}" for name, seed in columns), "collapsed"], rows)
+
+
+def _change(steps: Steps, ended: bool, comparisons: int, samples: int) -> str:
+  """Returns what a run's end is minus its start and when it collapsed, or where it was cut off."""
+  if not ended:
+    return _stop(steps)
+  start, end, gone = accuracies(steps).get(0, math.nan), last_accuracy(steps), collapse(steps)
+  low, high = difference(end, start, comparisons, samples)
+  text = _signed(end - start, plus="+")
+  return (text if low <= 0 <= high else f"**{text}**") + ("" if gone is None else f", collapse at {gone}")
+
+
+def _stop(steps: Steps) -> str:
+  """Returns where a run without an end stopped."""
+  return f"{'diverged' if diverged(steps) else 'cut off'} at {max(steps)}"
+
+
+def warning_table(parts: Mapping[str, Iterable[Runs]]) -> str:
+  """Returns a row per part of the runs and one of all: how often a low ESS of tokens went with a collapse.
+
+  Low is a mean below `LOW` over `PERIOD`. Runs that were cut off are not counted.
+
+  Args:
+    parts: by its name, the runs of the starts that a part is made of.
+  """
+  found = {
+    name: [
+      (mean_of_period(steps, "token_ess", PERIOD) < LOW, collapse(steps))
+      for runs in part
+      for steps in finished(runs).values()
+    ]
+    for name, part in parts.items()
+  }
+  found["all"] = list(itertools.chain(*found.values()))
+  rows = []
+  for name, pairs in found.items():
+    hits = [gone for low, gone in pairs if low and gone is not None]
+    later = sum(gone > PERIOD[1] for gone in hits)
+    false = sum(low and gone is None for low, gone in pairs)
+    missed = sum(not low and gone is not None for low, gone in pairs)
+    counts = [len(pairs), len(hits), later, false, missed, len(pairs) - len(hits) - false - missed]
+    rows.append([name, *map(str, counts)])
+  heads = ["low, collapse", f"of these after update {PERIOD[1]}", "low, no collapse", "not low, collapse", "neither"]
+  return grid(["runs of", "runs", *heads], rows)
 
 
 def _rewards(steps: Steps) -> tuple[np.ndarray, np.ndarray] | None:

@@ -120,3 +120,20 @@ def real_lag_8() -> real.Runs:
 def real_lags() -> real.Runs:
   """Returns those with 512 at four lags, from a third start."""
   return real.read(reports.RESULTS / "real_model_512_lags" / "real_model.csv")
+
+
+@functools.cache
+def real_seed_1() -> real.Runs:
+  """Returns those with 512 at four lags and another seed, from a fourth start."""
+  return real.read(reports.RESULTS / "real_model_512_seed1" / "real_model.csv")
+
+
+def real_starts() -> dict[str, real.Runs]:
+  """Returns all runs with 512 by their start."""
+  return {"first start": real_runs(512), "second": real_lag_8(), "third": real_lags(), "fourth": real_seed_1()}
+
+
+def real_predictions() -> dict[str, list[real.Runs]]:
+  """Returns all runs with 512: those that the sign of a collapse was found in, and those that it was tested on."""
+  *earlier, new = real_starts().values()
+  return {"the first three starts": earlier, "the fourth": [new]}

@@ -262,6 +262,14 @@ TABLES: dict[str, Callable[[], str]] = {
   "real 512 lags, end": lambda: real.end_table(results.real_lags(), real_model.SCALES[512].evaluated, every_lag=True),
   "real 512 lags, rewards": lambda: real.reward_table(results.real_lags()),
   "real 512 lags, signs": lambda: real.sign_table(results.real_lags()),
+  "real 512 seed 1, accuracy": lambda: real.accuracy_table(results.real_seed_1()),
+  "real 512 seed 1, end": lambda: real.end_table(
+    results.real_seed_1(), real_model.SCALES[512].evaluated, every_lag=True
+  ),
+  "real 512 seed 1, rewards": lambda: real.reward_table(results.real_seed_1()),
+  "real 512 seed 1, signs": lambda: real.sign_table(results.real_seed_1()),
+  "real 512, repeats": lambda: real.repeat_table(results.real_starts(), real_model.SCALES[512].evaluated),
+  "real 512, warnings": lambda: real.warning_table(results.real_predictions()),
 }
 
 

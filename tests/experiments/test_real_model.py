@@ -13,6 +13,7 @@ from async_rl import tasks
 from async_rl.runtime import _step_meter
 from experiments.reproductions import _real_model_report as reports
 from experiments.reproductions import _real_model_runs as study
+from experiments.reproductions import _results as results
 from experiments.reproductions import real_model
 from experiments.reproductions._run_many import Outcome
 
@@ -214,13 +215,96 @@ def test_differences_of_shares_have_newcombes_interval():
     assert reports.difference(0.5, 0.5, samples=samples) == pytest.approx((-half, half), rel=0.01)
 
 
+def test_a_run_that_was_cut_off_has_no_end():
+  runs = {
+    study.Run("no correction", 0, 0, 1e-4): _run([0.2, 0.25, 0.3], [0.9, 0.9]),
+    study.Run("TOPR", 8, 0, 1e-4): _run([0.2, 0.25], [0.8]),
+    study.Run("A-3PO", 8, 0, 1e-4): _run([0.2, 0.05], [0.7]),
+  }
+  for steps in runs.values():
+    for step, row in steps.items():
+      row["reward"] = 0.1 + 0.01 * step
+  runs[study.Run("TOPR", 8, 0, 1e-4)][3] = {"reward": 0.9, "ess": 0.1}
+  assert list(reports.finished(runs)) == [study.Run("no correction", 0, 0, 1e-4)]
+  assert reports.accuracy_table(runs).splitlines()[3:] == [
+    "| 8 | TOPR | 1e-4 | 0 | .200 | .250 |  | cut off at 3 |",
+    "| 8 | A-3PO | 1e-4 | 0 | .200 | .050 |  | at 2, cut off at 2 |",
+  ]
+  for table in (reports.end_table(runs), reports.end_table(runs, every_lag=True), reports.reward_table(runs)):
+    (line,) = table.splitlines()[2:]
+    assert line.startswith("| 0 | no correction (sync) |")
+  assert "+.050" not in reports.end_table(runs)  # minus TOPR, which has no end
+  assert reports.sign_table(runs).splitlines()[3].startswith("| 8 | TOPR | 1e-4 | 0 | .115 → – | .800 → – |  |")
+
+
+def test_what_repeats_stands_in_one_row():
+  tis, plain, topr = (study.Run(method, 8, 0, 1e-4) for method in ("sequence TIS", "no correction", "TOPR"))
+  skipped = {step: {"skipped": 1.0} for step in range(3, 8)}
+  starts = {
+    "one": {plain: _run([0.2, 0.08, 0.0], [0.5, 0.5]), plain._replace(seed=1): _run([0.2, 0.2, 0.21], [0.5, 0.5])},
+    "two": {
+      tis: _run([0.1, 0.2, 0.3], [0.5, 0.5]),
+      plain: _run([0.2, 0.15, 0.09], [0.5, 0.5]),
+      topr: _run([0.2, 0.02], [0.5]),
+      topr._replace(lag=2): _run([0.2, 0.2], [0.5]) | skipped,
+    },
+  }
+  header, _, *lines = reports.repeat_table(starts).splitlines()
+  assert header == "| lag | method | one, seed 0 | one, seed 1 | two, seed 0 | collapsed |"
+  assert lines == [
+    "| 2 | TOPR |  |  | diverged at 7 | – |",
+    "| 8 | no correction | **−.200**, collapse at 2 | +.010 | **−.110**, collapse at 4 | 2 of 3 |",
+    "| 8 | sequence TIS |  |  | **+.200** | 0 of 1 |",
+    "| 8 | TOPR |  |  | cut off at 2 | – |",
+  ]
+  close = {"one": {plain: _run([0.2, 0.26], [0.5])}}  # clear of 0 alone, and not as one of two
+  assert "| **+.060** | 0 of 1 |" in reports.repeat_table(close)
+  close["one"][topr] = _run([0.2, 0.26], [0.5])
+  assert reports.repeat_table(close).count("| +.060 | 0 of 1 |") == 2
+
+
+def _with_token_ess(run, ess):
+  """A run of 96 updates that is evaluated every 24, with one ESS of tokens over updates 25 to 48 and 1 otherwise."""
+  steps = {24 * i: {"accuracy": accuracy} for i, accuracy in enumerate(run)}
+  for step in range(1, 97):
+    steps.setdefault(step, {})["token_ess"] = ess if 25 <= step <= 48 else 1.0
+  return steps
+
+
+def test_low_ess_of_tokens_and_collapses_are_counted():
+  kept, early, late = [0.2] * 5, [0.2, 0.2, 0.0, 0.0, 0.0], [0.2, 0.2, 0.2, 0.2, 0.0]
+  found = [(kept, 0.69), (kept, 0.71), (kept, 0.9), (early, 0.5), (late, 0.6), (late, 0.8)]
+  runs = {study.Run("TOPR", 8, i, 1e-4): _with_token_ess(*what) for i, what in enumerate(found)}
+  cut = {study.Run("A-3PO", 8, 0, 1e-4): {0: {"accuracy": 0.2}, 48: {"accuracy": 0.0, "token_ess": 0.1}}}
+  rows = reports.warning_table({"one": [runs, {}], "two": [runs | cut]}).splitlines()[2:]
+  counts = "| 6 | 2 | 1 | 1 | 1 | 2 |"
+  assert rows == [f"| one {counts}", f"| two {counts}", "| all | 12 | 4 | 2 | 2 | 2 | 4 |"]
+
+
 def test_what_the_page_says_of_a_low_ess_of_tokens_holds_for_all_runs_of_512_samples():
-  folders = ("real_model_512", "real_model_512_lag8", "real_model_512_lags")
-  files = [reports.read(real_model.RESULTS / folder / "real_model.csv") for folder in folders]
-  runs = [(run, steps) for found in files for run, steps in found.items()]
-  low = [(run, steps) for run, steps in runs if reports.mean_of_period(steps, "token_ess", (24, 48)) < 0.7]
-  assert len(runs) == 18
-  found = [(run.method, run.lag, reports.collapse(steps)) for run, steps in low]
-  collapsed = [("no correction", 32, 48), ("no correction", 32, 48), ("no correction", 8, 48), ("A-3PO", 32, 96)]
-  assert sorted(found, key=str) == sorted([*collapsed, ("sequence TIS", 32, None)], key=str)
-  assert sum(reports.collapse(steps) is not None for _, steps in runs) == 4
+  parts = results.real_predictions()
+  assert sum(map(len, parts.values())) == len(results.real_starts()) == 4
+  low, found = {}, {}
+  for part, starts in parts.items():
+    runs = [(run, steps) for start in starts for run, steps in reports.finished(start).items()]
+    signs = [(run.method, run.lag, reports.collapse(steps)) for run, steps in runs]
+    means = [reports.mean_of_period(steps, "token_ess", (24, 48)) for _, steps in runs]
+    low[part] = sorted((sign for sign, mean in zip(signs, means) if mean < 0.7), key=str)
+    found[part] = sorted((sign for sign in signs if sign[2] is not None), key=str)
+  plain = [("no correction", lag, 48) for lag in (32, 8)]
+  earlier, new = parts
+  assert found[earlier] == [("A-3PO", 32, 96), plain[0], *plain]
+  assert low[earlier] == [*found[earlier], ("sequence TIS", 32, None)]
+  assert found[new] == [*plain, ("sequence TIS", 8, 48)]
+  assert low[new] == [("A-3PO", 32, None), *plain, ("sequence TIS", 32, None)]
+  every = [(run, steps) for start in results.real_starts().values() for run, steps in start.items()]
+  early = [run for run, steps in every if reports.mean_of_period(steps, "token_ess", (0, 24)) < 0.9]
+  assert sum(run.method == "no correction" for run in early) == 5
+  others = [(run.method, run.lag, run.seed) for run in early if run.method != "no correction"]
+  assert sorted(others) == [("A-3PO", 32, 0), ("sequence TIS", 32, 0)]
+
+
+def test_the_run_of_vcpo_is_not_taken_for_finished():
+  runs = results.real_seed_1()
+  (cut,) = set(runs) - set(reports.finished(runs))
+  assert (cut.method, cut.lag, max(runs[cut])) == ("VCPO, exact", 8, 61)
