@@ -229,16 +229,17 @@ class Learner(PlacedModel):
     trainable, frozen = split_state(state)
     copies, frozen = map(self._copied_score.copy, (trainable, frozen))
 
-    def part_loss(logprobs, values, mask):
+    def part_loss(logprobs, values, entropy, mask):
       logprobs = jnp.where(mask, logprobs, 0.0)
-      out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **options)
+      needed = options | self.objective.own_options(options, entropy)
+      out = self.objective.loss(logprobs, batch.logprobs, advantages, mask, **needed)
       loss = out.loss if returns is None else out.loss + self.objective.value_loss(values, returns, mask)
       return *self.objective.aggregate(loss, mask), logprobs, out.clipped, out.keep
 
     def numerator_of(scores, entropy, mask):
       (logprobs, values), entropy = jax.tree.map(lambda x: self._planes.enter(x, batch), (scores, entropy))
       mask = self._planes.mask(mask, batch)
-      numerator, denominator, logprobs, clipped, keep = jax.vmap(part_loss)(logprobs, values, mask)
+      numerator, denominator, logprobs, clipped, keep = jax.vmap(part_loss)(logprobs, values, entropy, mask)
       return jnp.sum(numerator), (numerator, denominator, mask, Collected(logprobs, entropy, clipped, keep))
 
     def body(m, carry):

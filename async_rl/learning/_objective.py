@@ -16,6 +16,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
@@ -130,6 +131,8 @@ class BatchQuantities(NamedTuple):
 
 #: Names that need a scoring pass.
 _SCORED = frozenset({"stats", "proximal", "entropy", "log_ratios", "log_weights", "squared_logit_norms", "values"})
+#: Those of them that a loss can have from the pass that computes it, where there is no other.
+_OWN_PASS = frozenset({"entropy"})
 _QUANTITIES = frozenset(BatchQuantities._fields) | _SCORED | {"lengths"}
 
 
@@ -194,8 +197,10 @@ class Objective:
 
   @property
   def needs_scores(self) -> bool:
-    """Whether the batch is scored under the weights at the start of the step, which is a forward pass."""
-    return bool(self.needs & (_SCORED | set(self.statistics)))
+    """Whether the batch is scored under the weights at the start of the step, which is one more forward pass."""
+    of_loss = set(losses.needs(self.loss)) - _OWN_PASS
+    others = (*losses.needs(self._rewarding), *(("values",) if self.gae else ()))
+    return bool(of_loss.union(others) & (_SCORED | set(self.statistics)))
 
   @property
   def needs_reference(self) -> bool:
@@ -224,16 +229,33 @@ class Objective:
     return self.gae.value_coefficient * losses.value_loss(values, values, returns, mask, clip=None)
 
   def loss_options(self, batch: BatchQuantities) -> dict[str, Array]:
-    """Returns the keyword arguments that the loss needs, made from a whole batch."""
-    return self._needed(self.loss, batch)
+    """Returns the keyword arguments that the loss needs, made from a whole batch.
+
+    Of a batch that was not scored without the entropy of its tokens, which `own_options` has.
+    """
+    return self._needed(self.loss, batch, _OWN_PASS if batch.stats is None else frozenset())
+
+  def own_options(self, options: Mapping[str, Array], entropy: Array) -> dict[str, Array]:
+    """Returns what `options` lack of the loss's keyword arguments, by the pass that computes it.
+
+    Args:
+      options: the result of `loss_options`.
+      entropy: of each token's distribution, float32 [B, C]; no gradient flows.
+    """
+    missing = "entropy" in losses.needs(self.loss) and "entropy" not in options
+    return {"entropy": jax.lax.stop_gradient(entropy)} if missing else {}
 
   def mean(self, loss: Array, mask: Array) -> Array:
     """Returns the aggregated per-token loss of a whole batch, float32 []."""
     return losses.divide_or_zero(*self.aggregate(loss, mask))
 
-  def _needed(self, function: Callable[..., Any], batch: BatchQuantities) -> dict[str, Array]:
+  def _needed(
+    self, function: Callable[..., Any], batch: BatchQuantities, without: Collection[str] = ()
+  ) -> dict[str, Array]:
     needed = {}
     for name in losses.needs(function):
+      if name in without:
+        continue
       if name in self.statistics:
         needed[name] = self.statistics[name](batch.log_ratios, batch.mask)
       elif (value := getattr(batch, name)) is None:

@@ -1,5 +1,6 @@
 """Objectives: every name of the registries trains, and gets what it needs of the whole batch."""
 
+import dataclasses
 import math
 
 import jax
@@ -81,6 +82,21 @@ def test_what_a_correction_needs_is_that_of_the_whole_batch_however_it_is_split(
     assert metrics["reject_fraction"] == results[0][1]["reject_fraction"]
 
 
+def test_entropies_of_the_pass_itself_are_those_of_a_scoring_pass():
+  plain, scored = learning.objective("estr"), learning.objective("estr", advantages="opob_by_logits")
+  fixed = lambda rewards, groups, num_groups, **needs: jnp.where(rewards > 0, 1.0, -1.0)
+  scored_fixed = lambda rewards, groups, num_groups, *, squared_logit_norms: fixed(rewards, groups, num_groups)
+  plain, scored = (dataclasses.replace(x, advantages=y) for x, y in ((plain, fixed), (scored, scored_fixed)))
+  assert (plain.needs_scores, scored.needs_scores) == (False, True)
+  options = dict(optimizer=optax.sgd(0.01), policy=BIGRAM)
+  (own, metrics), (other, expected) = (
+    run(make_learner(shape_of(), objective=objective, **options), make_groups()) for objective in (plain, scored)
+  )
+  assert 0.1 < metrics["reject_fraction"] < 0.9
+  assert metrics["reject_fraction"] == expected["reject_fraction"]
+  assert_same(own, other)
+
+
 def test_the_threshold_rejects_what_the_function_rejects_on_the_whole_batch():
   groups = make_groups()
   batch = learning.pack(groups, shape_of())
@@ -106,7 +122,8 @@ def test_needs_follow_from_the_signatures():
   assert recompute.needs_scores
   assert needs("estr") == {"entropy"}
   assert learning.objective("m2po").needs_scores
-  assert learning.objective("estr").needs_scores
+  assert not learning.objective("estr").needs_scores  # its own pass has the entropies
+  assert learning.objective("estr", advantages="opob_by_logits").needs_scores
   assert not recompute.needs_exact_norms
   assert learning.rlhf_objective("ipo").needs_reference
   assert not learning.rlhf_objective("best_of_n").needs_reference
