@@ -319,8 +319,9 @@ def estr(
   H_t is the entropy of the behavior policy at token t: the same log-ratio is allowed where the sampler was unsure and
   rejected where it was sure. Our sampler records no entropy, so in the trainer that of the policy being trained, at the
   start of the step, stands in for it; at a small lag they are close. The paper's *tau* is not known to us: the default
-  is ours. 0.01 is reported for *eps*. The loss is averaged over all tokens of the batch, the rejected ones included:
-  aggregate by `token_mean` with the batch's mask.
+  is ours, and of 0.25, 1 and 4 our task chose 4 or 1 (experiments/reproductions/every_lag.md). 0.01 is reported for
+  *eps*. The loss is averaged over all tokens of the batch, the rejected ones included: aggregate by `token_mean` with
+  the batch's mask.
 
   Args:
     logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.
@@ -359,7 +360,8 @@ def trm(
 
   D_t is KL(μ ‖ π_θ) at token t, in the paper over the whole vocabulary. Here only the sampled token is known, so D_t is
   the estimate ρ_t − 1 − log ρ_t (k3 of `kl_estimate`): never negative, and its mean under μ is that divergence. The
-  default bounds are reported of the paper's runs, for the mismatch of two engines: they drop nearly all stale data.
+  default bounds are reported of the paper's runs, for the mismatch of two engines: they drop nearly all stale data. On
+  our task bounds 10 to 100 times as wide were chosen at lags 4 to 128 (experiments/reproductions/every_lag.md).
 
   Args:
     logprobs: [B, T] log π_θ of each token, under the policy being trained; the gradient flows.

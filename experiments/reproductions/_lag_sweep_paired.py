@@ -209,6 +209,10 @@ class Study:
     """Returns the accuracies of a configuration minus those of sync, by seed, [S]."""
     return self.accuracy(method, lag, rate) - self.fresh.accuracy[self.sync]
 
+  def edge(self, config: tuple[str, int, float]) -> bool:
+    """Returns whether a configuration has the chosen rate, at the edge of those tried."""
+    return any(row.edge for row in self.rows[config[1]] if self.fresh.configs[row.config] == config)
+
   def table(self, lag: int) -> str:
     """Returns the table of a lag: accuracy, and the differences to sync, to sync with exact OPOB, and to a control."""
     lines = []
@@ -223,33 +227,10 @@ class Study:
     header = [f"lag {lag}" if lag else "no lag", "rate", "accuracy", "minus sync"]
     return grid(header + (["minus sync, OPOB exact", "control", "minus control"] if lag else []), lines)
 
-  def by_lag(self, method: str, comparisons: int) -> str:
-    """Returns a row per lag of a method at its chosen rates: what it loses, on how many seeds much, and by the lag.
-
-    Args:
-      method: the method.
-      comparisons: the number of comparisons of all tables, for what is bold.
-    """
-    lines: list[list[str]] = []
-    shorter: np.ndarray | None = None
-    for row in (row for lag, rows in self.rows.items() if lag for row in rows if row.chosen):
-      name, lag, rate = self.fresh.configs[row.config]
-      if name == method:
-        values = self.minus_sync(method, lag, rate)
-        many = f"{int(np.sum(values < -MUCH))} of {len(values)}"
-        more = "" if shorter is None else verdict(values - shorter, comparisons)
-        lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more])
-        shorter = values
-    return grid(
-      [
-        f"{method} at lag",
-        "rate",
-        "minus sync",
-        f"loses more than {number(MUCH, 1)} on seeds",
-        "minus the shorter lag",
-      ],
-      lines,
-    )
+  def chosen(self, method: str, lag: int) -> float:
+    """Returns the rate chosen for a method at a lag, of those that were run here."""
+    configs = [self.fresh.configs[row.config] for row in self.rows[lag] if row.chosen]
+    return next(rate for name, _, rate in configs if name == method)
 
   def diagnostics(self, lags: Iterable[int]) -> str:
     """Returns a row per configuration: recorded quantities as means over all updates and seeds."""
@@ -274,10 +255,11 @@ class Study:
     return name if at == rate else f"{name} at {rate_text(at)}"
 
   def draw(self, file: pathlib.Path) -> None:
-    """Draws the difference to sync of every configuration with its 95 % interval, a panel per lag."""
+    """Draws the difference to sync of every configuration with its 95 % interval, a panel per lag that has one."""
     import matplotlib.pyplot as plt
 
     panels = {lag: [row for row in rows if row.sync is not None][::-1] for lag, rows in self.rows.items()}
+    panels = {lag: rows for lag, rows in panels.items() if rows}
     heights = [len(rows) + 1.5 for rows in panels.values()]
     size = (8.5, 0.27 * sum(heights) + 0.8)
     figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
@@ -334,6 +316,27 @@ def together(studies: Sequence[Study], comparisons: int) -> str:
     rows.append([method, str(lag), rate_text(rate), *cells, str(len(every)), verdict(every, comparisons)])
   names = [f"seeds {study.fresh.seeds[0]}–{study.fresh.seeds[-1]}" for study in studies]
   return grid(["minus sync", "lag", "rate", *names, "seeds", "over all of them"], rows)
+
+
+def by_lag(studies: Sequence[Study], method: str, comparisons: int) -> str:
+  """Returns a row per lag of a method at its chosen rates: what it loses, on how many seeds much, and by the lag.
+
+  Args:
+    studies: the studies; each has the method at all lags of the first, at the rates chosen there.
+    method: the method.
+    comparisons: the number of comparisons of all tables, for what is bold.
+  """
+  lines: list[list[str]] = []
+  shorter: np.ndarray | None = None
+  for lag in filter(None, studies[0].rows):
+    rate = studies[0].chosen(method, lag)
+    values = np.concatenate([study.minus_sync(method, lag, rate) for study in studies])
+    many = f"{int(np.sum(values < -MUCH))} of {len(values)}"
+    more = "" if shorter is None else verdict(values - shorter, comparisons)
+    lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more])
+    shorter = values
+  much = f"loses more than {number(MUCH, 1)} on seeds"
+  return grid([f"{method} at lag", "rate", "minus sync", much, "minus the shorter lag"], lines)
 
 
 def coverage(studies: Sequence[Study], tries: Sequence[Table], names: Iterable[str], lags: Sequence[int]) -> str:

@@ -108,7 +108,7 @@ def counts() -> str:
 
 def _edge(study: paired.Study, config: tuple[str, int, float]) -> str:
   """Returns a star for a configuration at the edge of the rates that were tried."""
-  return "*" * any(row.edge for row in study.rows[config[1]] if study.fresh.configs[row.config] == config)
+  return "*" * study.edge(config)
 
 
 def _configs(study: paired.Study) -> list[tuple[str, int, float]]:

@@ -95,6 +95,11 @@ class Table:
     rows = [i for i, values in enumerate(self.accuracy) if not np.isnan(values).any()]
     return Table([self.configs[i] for i in rows], self.seeds, self.accuracy[rows], self.curves[rows])
 
+  def among(self, methods: Collection[str]) -> Table:
+    """Returns the table of some methods."""
+    rows = [i for i, (name, _, _) in enumerate(self.configs) if name in methods]
+    return Table([self.configs[i] for i in rows], self.seeds, self.accuracy[rows], self.curves[rows])
+
   def lags(self) -> list[int]:
     """Returns the lags above 0."""
     return sorted({lag for _, lag, _ in self.configs if lag})

@@ -21,6 +21,8 @@ LATER = paired.Split(reports.RESULTS / "later_methods", "ch4", range(2100, 2103)
 MISSING = paired.Split(reports.RESULTS / "missing_methods", "ch4", range(3300, 3303), range(3200, 3220))
 #: The study of what that one was stopped before.
 REMAINING = paired.Split(reports.RESULTS / "remaining_methods", "ch4", range(3500, 3503), range(3400, 3420))
+#: The study of every correction at every lag.
+EVERY_LAG = paired.Split(reports.RESULTS / "every_lag", "ch4", range(3700, 3703), range(3600, 3620))
 SORTING = paired.Split(reports.RESULTS / "small_sorting", "sort10", range(5100, 5102), range(5000, 5006))
 #: The maps of GAC on the toy and on ch4, at lag 10 and, from other warm starts, at lag 32.
 GAC_WORDS = paired.Split(reports.RESULTS / "gac_words", "words", range(100), range(100, 1000))
@@ -36,7 +38,7 @@ def earlier() -> Table:
 
 def tries() -> list[Table]:
   """Returns the runs that the studies of ch4 tried rates on, the last ones first."""
-  return [REMAINING.tries, MISSING.tries, LATER.tries, earlier()]
+  return [EVERY_LAG.tries, REMAINING.tries, MISSING.tries, LATER.tries, earlier()]
 
 
 @functools.cache
@@ -48,19 +50,26 @@ def study() -> paired.Study:
 @functools.cache
 def later() -> paired.Study:
   """Returns the study of later methods."""
-  return paired.Study(LATER.fresh, tries()[2:])
+  return paired.Study(LATER.fresh, tries()[3:])
 
 
 @functools.cache
 def missing() -> paired.Study:
   """Returns the study of missing methods."""
-  return paired.Study(MISSING.fresh, tries()[1:])
+  return paired.Study(MISSING.fresh, tries()[2:])
 
 
 @functools.cache
 def remaining() -> paired.Study:
   """Returns the study of remaining methods."""
-  return paired.Study(REMAINING.fresh, tries(), (0, 4, 10, 32, 128))
+  return paired.Study(REMAINING.fresh, tries()[1:], (0, 4, 10, 32, 128))
+
+
+@functools.cache
+def every_lag() -> paired.Study:
+  """Returns the study of every correction at every lag; its plan takes two methods' rates from the earlier runs."""
+  own, *others = tries()
+  return paired.Study(EVERY_LAG.fresh, [own, earlier().among(("PPO", "M2PO")), *others], (0, 4, 10, 32, 128))
 
 
 @functools.cache
@@ -71,7 +80,7 @@ def sorting() -> paired.Study:
 
 def studies() -> list[paired.Study]:
   """Returns all studies on fresh seeds of ch4."""
-  return [study(), later(), missing(), remaining()]
+  return [study(), later(), missing(), remaining(), every_lag()]
 
 
 @functools.cache

@@ -63,10 +63,30 @@ RIVALS = (
   ("DPPO", 128, 1e-4),
   ("SAPO", 128, 2e-5),
 )
+#: The same of the study of every lag.
+RIVALS_AT_EVERY_LAG = (
+  ("TRM, bounds x 100", 4, 2e-4),
+  ("ESTR, tau 4", 4, 2e-4),
+  ("PPO", 4, 1e-4),
+  ("M2PO, signed", 4, 1e-4),
+  ("TRM, bounds x 10", 10, 2e-4),
+  ("ESTR, tau 4", 10, 1e-4),
+  ("PPO", 10, 1e-4),
+  ("M2PO, signed", 10, 5e-5),
+  ("TRM, bounds x 10", 32, 2e-4),
+  ("ESTR, tau 1", 32, 5e-5),
+  ("PPO", 32, 1e-4),
+  ("M2PO, signed", 32, 5e-5),
+  ("TRM, bounds x 10", 128, 2e-4),
+  ("ESTR, tau 4", 128, 1e-4),
+  ("PPO", 128, 1e-4),
+  ("M2PO, signed", 128, 5e-5),
+)
 
 #: The methods published later or of the same kind, of which a table says at which lags they were run.
 COVERED = (
-  "TOPR", "VESPO", "DPPO", "DPPO + log-squared", "SAPO", "SAT", "PPO, MaxRL", "M2PO", "M2PO, signed", "centered",
+  "TOPR", "PPO", "VESPO", "DPPO", "DPPO + log-squared", "SAPO", "SAT", "PPO, MaxRL", "M2PO", "M2PO, signed",
+  "ESTR, tau .25", "ESTR, tau 1", "ESTR, tau 4", "TRM", "TRM, bounds x 10", "TRM, bounds x 100", "centered",
   "centered token TIS", "sequence PPO, rate / lag", "TOPR + OPOB, exact", "OPOB, exact",
 )  # fmt: skip
 
@@ -84,8 +104,9 @@ INGREDIENTS = (
 def comparisons() -> int:
   """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, and of TOPR by lag."""
   several = len(paired.shared(results.studies())) + len(INGREDIENTS)
-  by_lag = sum(lag > 0 for lag in results.remaining().rows) - 1
-  return sum(x.comparisons for x in results.studies()) + several + len(RIVALS) + by_lag
+  rivals_of_topr = len(RIVALS) + len(RIVALS_AT_EVERY_LAG)
+  by_lag = sum(lag > 0 for lag in results.every_lag().rows) - 1
+  return sum(x.comparisons for x in results.studies()) + several + rivals_of_topr + by_lag
 
 
 def all_comparisons() -> str:
@@ -93,7 +114,7 @@ def all_comparisons() -> str:
   configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
-    " four studies, over the seeds of several, with TOPR, and of TOPR by lag."
+    " five studies, over the seeds of several, with TOPR, and of TOPR by lag."
   )
 
 
@@ -113,11 +134,16 @@ def ingredients() -> str:
   return grid(["method", "minus", "lag", "rate", "seeds", "difference"], rows)
 
 
-def rivals() -> str:
-  """Returns a row per rival of TOPR: their difference at the same lag, on the seeds of the studies that have both."""
-  rows = [
-    [method, str(lag), rate_text(rate), *_difference(method, "TOPR", lag, rate, 2e-4)] for method, lag, rate in RIVALS
-  ]
+def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
+  """Returns a row per rival of TOPR: their difference at the same lag, on the seeds of the studies that have both.
+
+  A star says that the rate is the one chosen in one of them, at the edge of those tried.
+  """
+  rows = []
+  for config in configs:
+    method, lag, rate = config
+    rate_cell = rate_text(rate) + "*" * any(study.edge(config) for study in paired.having(results.studies(), config))
+    rows.append([method, str(lag), rate_cell, *_difference(method, "TOPR", lag, rate, 2e-4)])
   return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
 
 
@@ -126,6 +152,7 @@ ANSWERS = (
   (0, "plain policy gradient, Adam as usual (sync)", ("sync", 0, 2e-4)),
   (0, "the same with exact OPOB", ("sync, OPOB exact", 0, 2e-4)),
   (4, "TOPR, Adam as usual", ("TOPR", 4, 2e-4)),
+  (4, "TRM with 100 times its published bounds, Adam as usual", ("TRM, bounds x 100", 4, 2e-4)),
   (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
   (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
   (10, "the same with exact OPOB", ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4)),
@@ -207,13 +234,15 @@ TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
   "all comparisons": all_comparisons,
   "several studies": lambda: paired.together(results.studies(), comparisons()),
-  "rivals": rivals,
+  "rivals": lambda: rivals(RIVALS),
   "ingredients": ingredients,
   **_of_study("fresh", results.study, (10, 32)),
   **_of_study("later", results.later, (10, 32), results.LATER),
   **_of_study("missing", results.missing, (10, 32), results.MISSING),
   **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.REMAINING),
-  "TOPR by lag": lambda: results.remaining().by_lag("TOPR", comparisons()),
+  **_of_study("every lag", results.every_lag, (4, 10, 32, 128), results.EVERY_LAG),
+  "every lag, against TOPR": lambda: rivals(RIVALS_AT_EVERY_LAG),
+  "TOPR by lag": lambda: paired.by_lag([results.remaining(), results.every_lag()], "TOPR", comparisons()),
   "covered": lambda: paired.coverage(
     results.studies(),
     results.tries(),
@@ -301,6 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
   results.later().draw(reports.RESULTS / "later_methods.png")
   results.missing().draw(reports.RESULTS / "missing_methods.png")
   results.remaining().draw(reports.RESULTS / "remaining_methods.png")
+  results.every_lag().draw(reports.RESULTS / "every_lag.png")
   second.draw(columns(), TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 

@@ -207,6 +207,7 @@ def test_the_best_of_a_group_is_taken_with_its_control(tmp_path):
     "gac_words",
     "missing_methods",
     "remaining_methods",
+    "every_lag",
     "second_task",
     "lower_rates",
     "second_size",

@@ -5,6 +5,7 @@ import pytest
 
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_second as second
+from experiments.reproductions import _lag_sweep_table as sweep
 from experiments.reproductions import _results as results
 from experiments.reproductions import tables
 
@@ -13,13 +14,20 @@ def test_no_fresh_seed_was_chosen_on():
   reported = [set(study.fresh.seeds) for study in results.studies()]
   assert min(map(len, reported)) >= 20
   assert len(set().union(*reported)) == sum(map(len, reported))
-  tried = {*results.earlier().seeds, *results.LATER.tried, *results.MISSING.tried, *results.REMAINING.tried}
+  later = (results.LATER, results.MISSING, results.REMAINING, results.EVERY_LAG)
+  tried = {*results.earlier().seeds, *(seed for runs in later for seed in runs.tried)}
   assert not set().union(*reported) & tried
   assert set(results.MISSING.tried) == set(results.MISSING.tries.seeds)
 
 
 @pytest.mark.parametrize(
-  ("name", "runs"), [("later", results.LATER), ("missing", results.MISSING), ("remaining", results.REMAINING)]
+  ("name", "runs"),
+  [
+    ("later", results.LATER),
+    ("missing", results.MISSING),
+    ("remaining", results.REMAINING),
+    ("every_lag", results.EVERY_LAG),
+  ],
 )
 def test_every_later_method_ran_at_the_rate_that_its_own_tries_chose(name, runs):
   study, tried = getattr(results, name)(), runs.tries
@@ -96,3 +104,43 @@ def test_the_maps_of_gac_on_sums_have_the_same_seeds_and_other_warm_starts():
   starts = [plans.Results(runs.folder).starts for runs in (results.GAC_CH4, results.GAC_CH4_32)]
   assert starts[0].keys() == starts[1].keys()  # so that the page compares nothing between them by seed
   assert not any(starts[0][key] == starts[1][key] for key in starts[0])
+
+
+def _items_of_every_lag() -> list[plans.Item]:
+  chosen = lambda task, method, lag: sweep.choose_rate(results.earlier(), method, lag)
+  return [plans.parse(text, chosen) for text in plans.read(tables.PAGES / "every_lag.txt")]
+
+
+def test_the_plan_of_every_lag_made_all_but_the_fresh_runs_of_its_last_four_lines():
+  held = plans.Results(results.EVERY_LAG.folder)
+  *made, maxrl, sat, tis, centered = _items_of_every_lag()
+  assert not any(item.runs(held) or item.waiting(held) for item in made)
+  left = [run for item in (maxrl, sat, tis, centered) for run in item.runs(held)]
+  assert {run.method for run in left} == {"PPO, MaxRL", "SAT", "centered token TIS", "centered"}
+  assert {run.seed for run in left} == set(results.EVERY_LAG.reported)
+  assert (len(held.curves), len(left)) == (900, 240)
+
+
+def test_every_method_at_every_lag_has_its_control_and_the_rates_that_the_page_names():
+  study = results.every_lag()
+  rows = {study.fresh.configs[row.config]: row for rows in study.rows.values() for row in rows}
+  assert {config[0] for config, row in rows.items() if not row.chosen} == {"sequence PPO, rate / lag"}
+  assert all(row.control is not None for config, row in rows.items() if config[0].startswith(("ESTR", "TRM", "M2PO,")))
+  edges = [config for config, row in rows.items() if row.edge]
+  assert sorted(edges) == [
+    ("ESTR, tau 1", 32, 5e-5),
+    ("ESTR, tau 4", 4, 2e-4),
+    ("M2PO, signed", 4, 1e-4),
+    ("TRM, bounds x 10", 10, 2e-4),
+    ("TRM, bounds x 10", 32, 2e-4),
+    ("TRM, bounds x 10", 128, 2e-4),
+    ("TRM, bounds x 100", 4, 2e-4),
+  ]
+
+
+def test_topr_at_every_lag_is_compared_on_the_seeds_of_both_studies_that_have_it():
+  lines = tables.TABLES["TOPR by lag"]().splitlines()[2:]
+  assert [line.split(" | ")[0] for line in lines] == ["| 4", "| 10", "| 32", "| 128"]
+  studies = [study for study in results.studies() if all(study.fresh.rates("TOPR", lag) for lag in (4, 10, 32, 128))]
+  assert studies == [results.remaining(), results.every_lag()]
+  assert all(" of 40 |" in line for line in lines)

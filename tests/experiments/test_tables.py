@@ -47,11 +47,20 @@ OTHERS = ("GSM8K", "the same with Gemma", "colabs/")
     (tables.PAGES / "which_correction.md", 10),
     (tables.PAGES / "which_correction_details.md", 10),
     (tables.PAGES / "nearest_to_sync.md", 10),
+    (tables.PAGES / "every_lag.md", 30),
     (tables.PAGES / "second_task.md", 10),
     (tables.PAGES.parent / "README.md", 10),
     (tables.PAGES.parents[1] / "README.md", 3),
   ],
-  ids=["which correction", "its details", "nearest to sync", "second task", "experiments", "the first page"],
+  ids=[
+    "which correction",
+    "its details",
+    "nearest to sync",
+    "every lag",
+    "second task",
+    "experiments",
+    "the first page",
+  ],
 )
 def test_every_figure_in_the_text_about_fresh_seeds_stands_in_a_table(page, least):
   prose = re.sub(r"<!-- table.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
@@ -70,10 +79,17 @@ def _example(code: str) -> learning.Objective:
   return names["objective"]
 
 
-@pytest.mark.parametrize(("place", "loss", "exact"), [(0, "topr", False), (1, "sequence_ppo", True)])
-def test_an_example_on_the_page_is_what_was_measured(place, loss, exact):
-  page = (tables.PAGES / "which_correction.md").read_text()
-  objective = _example(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[place])
+@pytest.mark.parametrize(
+  ("page", "place", "loss", "exact"),
+  [
+    ("which_correction", 0, "topr", False),
+    ("which_correction", 1, "sequence_ppo", True),
+    ("every_lag", 0, "trm_100", False),
+  ],
+)
+def test_an_example_on_a_page_is_what_was_measured(page, place, loss, exact):
+  text = (tables.PAGES / f"{page}.md").read_text()
+  objective = _example(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[place])
   logprobs, behavior = jnp.log(jnp.array([[0.4, 0.7], [0.2, 0.3]])), jnp.log(jnp.array([[0.5, 0.5], [0.2, 0.4]]))
   advantages, mask = jnp.array([[1.0, 1.0], [-1.0, -1.0]]), jnp.array([[True, True], [True, False]])
   stats = models.TokenStats(logprobs, jnp.ones((2, 2)), jnp.ones((2, 2)))
@@ -88,7 +104,7 @@ def test_an_example_on_the_page_is_what_was_measured(place, loss, exact):
   assert objective.needs_exact_norms is exact
 
 
-@pytest.mark.parametrize("name", ["study", "later", "missing", "remaining"])
+@pytest.mark.parametrize("name", ["study", "later", "missing", "remaining", "every_lag"])
 def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
   study = getattr(results, name)()
   shown = [line.split("|")[4:] for lag in study.rows for line in study.table(lag).splitlines()[2:]]
@@ -98,7 +114,7 @@ def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
 
 
 def test_all_comparisons_are_counted():
-  shown = [tables.TABLES[name]() for name in ("rivals", "ingredients", "several studies")]
+  shown = [tables.TABLES[name]() for name in ("rivals", "every lag, against TOPR", "ingredients", "several studies")]
   shown.append("\n".join(line for line in tables.TABLES["TOPR by lag"]().splitlines() if not line.startswith("| 4 ")))
   extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
   assert all("±" in cell for cell in extra)
@@ -113,9 +129,14 @@ def test_all_runs_and_seeds_are_counted():
 
 
 def test_rivals_of_topr_are_compared_by_seed():
-  (line,) = [x for x in tables.rivals().splitlines() if x.startswith("| VESPO | 10 ")]
+  (line,) = [x for x in tables.rivals(tables.RIVALS).splitlines() if x.startswith("| VESPO | 10 ")]
   differences = np.subtract(*(results.later().minus_sync(name, 10, 2e-4) for name in ("VESPO", "TOPR")))
   assert line.split(" | ")[3:] == ["20", intervals.verdict(differences, tables.comparisons()) + " |"]
+
+
+def test_a_rival_of_topr_is_starred_where_its_rate_is_an_edge_and_pools_the_studies_that_have_both():
+  lines = tables.rivals((("ESTR, tau 1", 32, 5e-5), ("PPO", 10, 1e-4), ("PPO", 32, 1e-4))).splitlines()[2:]
+  assert [line.split(" | ")[2:4] for line in lines] == [["5e-5*", "20"], ["1e-4", "81"], ["1e-4", "20"]]
 
 
 def test_the_map_of_gac_compares_the_chosen_with_the_correction_and_with_random_skips():
@@ -148,10 +169,17 @@ def test_a_method_is_compared_with_itself_at_the_shorter_lag_by_seed():
     }
   )
   chosen = _table({("sync", 0, 1e-4): [0.5], ("TOPR", 4, 1e-4): [0.4], ("TOPR", 10, 1e-4): [0.4]})
-  *_, first, second_line = paired.Study(fresh, [chosen], (0, 4, 10)).by_lag("TOPR", 1).splitlines()
+  study = paired.Study(fresh, [chosen], (0, 4, 10))
+  *_, first, second_line = paired.by_lag([study], "TOPR", 1).splitlines()
   assert first.startswith("| 4 | 1e-4 | ")
   assert first.endswith(" | 1 of 3 |  |")
   assert second_line.endswith(" | 2 of 3 | **−.050 ± .000** |")
+  more = _table({("sync", 0, 1e-4): [0.5, 0.6], ("TOPR", 4, 1e-4): [0.3, 0.4], ("TOPR", 10, 1e-4): [0.35, 0.45]})
+  other = paired.Study(more, [chosen], (0, 4, 10))  # each study's own sync, each seed with itself
+  *_, first, second_line = paired.by_lag([study, other], "TOPR", 1).splitlines()
+  assert first.endswith(" | 3 of 5 |  |")
+  gained = intervals.verdict(np.array([-0.05, -0.05, -0.05, 0.05, 0.05]), 1)
+  assert second_line.endswith(f" | 4 of 5 | {gained} |")
 
 
 def test_what_is_covered_says_fresh_seeds_edges_and_tries(study):
