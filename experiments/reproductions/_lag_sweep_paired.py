@@ -18,6 +18,8 @@ from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
 from experiments.reproductions._lag_sweep_plan import Results
+from experiments.reproductions._lag_sweep_plan import Run
+from experiments.reproductions._lag_sweep_plan import final_accuracy
 from experiments.reproductions._lag_sweep_run import CURVES
 from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
@@ -123,10 +125,18 @@ class Split:
     tried, reported = (tuple(s for s in part if s not in seeds) for part in (self.tried, self.reported))
     return dataclasses.replace(self, tried=tried, reported=reported)
 
+  def runs(self, method: str, lag: int, rate: float) -> np.ndarray:
+    """Returns the curves of a configuration on the fresh seeds, float32 [seeds, len(CURVES), probes]."""
+    found = [self._results.curves[Run(self.task, method, lag, rate, seed)] for seed in self.reported]
+    return np.stack(found).astype(np.float32)
+
+  @functools.cached_property
+  def _results(self) -> Results:
+    return Results(self.folder)
+
   @functools.cached_property
   def _tables(self) -> tuple[Table, Table]:
-    results = Results(self.folder)
-    return Table.of(results, self.task, self.tried), Table.of(results, self.task, self.reported)
+    return Table.of(self._results, self.task, self.tried), Table.of(self._results, self.task, self.reported)
 
 
 class Row(NamedTuple):
@@ -337,6 +347,34 @@ def by_lag(studies: Sequence[Study], method: str, comparisons: int) -> str:
     shorter = values
   much = f"loses more than {number(MUCH, 1)} on seeds"
   return grid([f"{method} at lag", "rate", "minus sync", much, "minus the shorter lag"], lines)
+
+
+def by_loss(splits: Sequence[Split], method: str, lags: Iterable[int], rate: float) -> str:
+  """Returns what runs that lose much to the sync run of their seed looked like, and the others, a row of each per lag.
+
+  The quantities are means over the second half of the updates.
+
+  Args:
+    splits: the runs of the studies.
+    method: the method.
+    lags: the lags.
+    rate: the learning rate, of sync as well.
+  """
+  names, lines = ("cosine", "ess", "kl", "entropy"), []
+  sync = np.concatenate([_final(split.runs("sync", 0, rate)) for split in splits])
+  for lag in lags:
+    curves = np.concatenate([split.runs(method, lag, rate) for split in splits])
+    much = _final(curves) - sync < -MUCH
+    later = curves[:, :, curves.shape[2] // 2 :].mean(axis=2)
+    for said, chosen in ((f"more than {number(MUCH, 1)}", much), ("less", ~much)):
+      if chosen.any():
+        values = [measure(later[chosen, CURVES.index(name)]) for name in names]
+        lines.append([str(lag), said, str(chosen.sum()), *values])
+  return grid([f"{method} at lag", "loses", "runs", *names], lines)
+
+
+def _final(curves: np.ndarray) -> np.ndarray:
+  return np.array([final_accuracy(run) for run in curves])
 
 
 def coverage(studies: Sequence[Study], tries: Sequence[Table], names: Iterable[str], lags: Sequence[int]) -> str:

@@ -242,6 +242,7 @@ TABLES: dict[str, Callable[[], str]] = {
   **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.REMAINING),
   **_of_study("every lag", results.every_lag, (4, 10, 32, 128), results.EVERY_LAG),
   "every lag, against TOPR": lambda: rivals(RIVALS_AT_EVERY_LAG),
+  "TOPR by loss": lambda: paired.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", (4, 10, 32, 128), 2e-4),
   "TOPR by lag": lambda: paired.by_lag([results.remaining(), results.every_lag()], "TOPR", comparisons()),
   "covered": lambda: paired.coverage(
     results.studies(),

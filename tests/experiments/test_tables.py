@@ -16,6 +16,7 @@ from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_methods as sweep_methods
 from experiments.reproductions import _lag_sweep_paired as paired
+from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_run as runs
 from experiments.reproductions import _lag_sweep_second as second
 from experiments.reproductions import _lag_sweep_table as sweep
@@ -180,6 +181,25 @@ def test_a_method_is_compared_with_itself_at_the_shorter_lag_by_seed():
   assert first.endswith(" | 3 of 5 |  |")
   gained = intervals.verdict(np.array([-0.05, -0.05, -0.05, 0.05, 0.05]), 1)
   assert second_line.endswith(f" | 4 of 5 | {gained} |")
+
+
+def test_runs_that_lose_much_are_told_apart_from_the_others(tmp_path):
+  made = plans.Results(tmp_path)
+  for method, lag, accuracies, cosines in (
+    ("sync", 0, (0.75, 0.5, 0.75), (0.0, 0.0, 0.0)),
+    ("TOPR", 4, (0.625, 0.5, 0.5), (0.5, 0.25, 1.0)),  # the first and the last lose more than .1
+    ("TOPR", 10, (0.75, 0.5, 0.75), (0.125, 0.125, 0.125)),
+  ):
+    curves = {name: np.zeros((3, 40)) for name in runs.CURVES}
+    curves["accuracy"] += np.array(accuracies)[:, None]
+    curves["cosine"][:, 20:] += np.array(cosines)[:, None]  # the first half does not count
+    made.add([plans.Run("ch4", method, lag, 2e-4, seed) for seed in range(3)], curves, dict.fromkeys(range(3), 7))
+  made.save("ch4")
+  split = paired.Split(tmp_path, "ch4", (), range(3))
+  *_, much, less, others = paired.by_loss([split], "TOPR", (4, 10), 2e-4).splitlines()
+  assert much.split(" | ")[:4] == ["| 4", "more than .1", "2", ".75 ± 3.18"]
+  assert less.split(" | ")[:4] == ["| 4", "less", "1", ".25"]
+  assert others.split(" | ")[:4] == ["| 10", "less", "3", ".12 ± .00"]
 
 
 def test_what_is_covered_says_fresh_seeds_edges_and_tries(study):
