@@ -231,7 +231,7 @@ class Objective:
   def loss_options(self, batch: BatchQuantities) -> dict[str, Array]:
     """Returns the keyword arguments that the loss needs, made from a whole batch.
 
-    Of a batch that was not scored without the entropy of its tokens, which `own_options` has.
+    The entropy of its tokens is left out if the batch was not scored: then `own_options` has it.
     """
     return self._needed(self.loss, batch, _OWN_PASS if batch.stats is None else frozenset())
 

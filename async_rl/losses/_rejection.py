@@ -328,7 +328,8 @@ def estr(
     behavior: [B, T] log μ of each token, under the weights that drew it.
     advantages: [B], or [B, T] where they differ by token; no gradient flows.
     mask: bool [B, T], the trained tokens.
-    entropy: [B, T], H_t in nats, of the whole distribution that each token was drawn from; no gradient flows.
+    entropy: [B, T], H_t in nats, of the whole distribution that each token was drawn from; below 0, as by rounding, it
+      counts as 0. No gradient flows.
     tau: the largest squared log-ratio over entropy of a token that is kept.
     eps: what is added to the entropy, in nats.
     inner: the loss of the tokens that are kept.
@@ -341,7 +342,7 @@ def estr(
   Array([[False,  True]], dtype=bool)
   """
   check_mask(mask, entropy=entropy)
-  scale = jnp.asarray(entropy, jnp.float32) + eps
+  scale = jnp.maximum(jnp.asarray(entropy, jnp.float32), 0.0) + eps
   keep = log_ratios(logprobs, behavior, mask) ** 2 <= tau * scale
   return restrict(inner(logprobs, behavior, advantages, mask), keep)
 

@@ -341,7 +341,7 @@ def by_lag(studies: Sequence[Study], method: str, comparisons: int) -> str:
   for lag in filter(None, studies[0].rows):
     rate = studies[0].chosen(method, lag)
     values = np.concatenate([study.minus_sync(method, lag, rate) for study in studies])
-    many = f"{int(np.sum(values < -MUCH))} of {len(values)}"
+    many = f"{int(np.sum(np.round(values, 6) < -MUCH))} of {len(values)}"  # what float32 makes of .1 is not more
     more = "" if shorter is None else verdict(values - shorter, comparisons)
     lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more])
     shorter = values

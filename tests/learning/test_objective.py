@@ -97,6 +97,30 @@ def test_entropies_of_the_pass_itself_are_those_of_a_scoring_pass():
   assert_same(own, other)
 
 
+def test_estr_rejects_by_the_entropy_at_the_temperature_that_drew():
+  groups = make_groups()
+  learner = make_learner(
+    shape_of(), optimizer=optax.sgd(0.0), policy=BIGRAM, objective=learning.objective("estr"), temperature=0.5
+  )
+  _, metrics = run(learner, groups, steps=1)
+  rejected = {0.5: 0, 1.0: 0}  # by the temperature of the entropy; log-probabilities are at .5
+  total = 0
+  params = start(learner).params
+  for request, completion in ((group.request, completion) for group in groups for completion in group.completions):
+    tokens = np.concatenate([request.tokens, completion.tokens])[None]
+    ones, positions = jnp.ones_like(tokens), jnp.arange(tokens.size)[None]
+    logits = BIGRAM.logits(params, BIGRAM.hidden(params, tokens, ones, positions))[0, request.tokens.size - 1 : -1]
+    logits = np.asarray(logits, np.float64)
+    log_p = {t: logits / t - np.log(np.sum(np.exp(logits / t), axis=-1, keepdims=True)) for t in rejected}
+    squares = (log_p[0.5][np.arange(completion.tokens.size), completion.tokens] - completion.logprobs) ** 2
+    for t, values in log_p.items():
+      entropy = -np.sum(np.exp(values) * values, axis=-1)
+      rejected[t] += int(np.sum((squares / (entropy + 0.01) > 1.0)[completion.mask]))
+    total += int(np.sum(completion.mask))
+  assert rejected[0.5] != rejected[1.0]
+  assert metrics["reject_fraction"] == pytest.approx(rejected[0.5] / total, abs=1e-6)
+
+
 def test_the_threshold_rejects_what_the_function_rejects_on_the_whole_batch():
   groups = make_groups()
   batch = learning.pack(groups, shape_of())

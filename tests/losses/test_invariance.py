@@ -211,6 +211,12 @@ def test_extreme_log_ratios(name):
     assert np.isfinite(grads).all()
 
 
+def test_estr_takes_an_entropy_that_is_rounded_below_zero_for_zero():
+  same, mask = np.full((1, 2), -0.25, np.float32), np.ones((1, 2), bool)
+  out = losses.estr(same, same, np.ones(1), mask, entropy=np.array([[0.0, -0.02]], np.float32))
+  np.testing.assert_array_equal(out.keep, mask)
+
+
 @pytest.mark.parametrize("name", losses.CORRECTIONS)
 def test_all_masked_rows_give_exactly_zero(name):
   batch, _ = make_batch()
