@@ -48,7 +48,7 @@ def kl_estimate(
   if estimator == "k2":
     return jnp.square(difference) / 2.0
   difference = jnp.maximum(difference, -LOG_CLAMP)
-  return jnp.exp(-difference) - 1.0 + difference
+  return jnp.expm1(-difference) + difference  # exp(−d) − 1 would be rounded below −d for small d
 
 
 def kl_loss(

@@ -30,6 +30,14 @@ def test_kl_estimate(estimator):
   close(got, np.where(mask, K_OF[estimator](lp.astype(np.float64) - ref), 0), atol=1e-5)
 
 
+def test_k3_of_nearly_equal_policies_is_neither_negative_nor_rounded_away():
+  lp = np.random.default_rng(0).normal(0, 1e-3, (50, 40)).astype(np.float32)
+  got = jax.jit(losses.kl_estimate)(lp, np.zeros_like(lp), np.ones(lp.shape, bool))
+  assert np.min(got) >= 0
+  exact = lp.astype(np.float64)
+  np.testing.assert_allclose(got, np.expm1(-exact) + exact, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("estimator", K_OF)
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_kl_loss_has_the_gradient_of_the_expectation(estimator, on_policy):
