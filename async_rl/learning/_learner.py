@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
+from async_rl._validation import check_number
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._copied_score import CopiedScore
 from async_rl.learning._learner_metrics import LAG_EDGES
@@ -60,6 +61,8 @@ class Learner(PlacedModel):
     head_chunk: the number of a device's tokens whose logits are formed at a time.
     max_lag: the largest lag of a token, which bounds the buckets of the metrics by lag; `None`: any. At 0 there are no
       such metrics.
+    norm_sequences: the number of sequences whose exact gradient norms are computed at a time, where the objective needs
+      them: each takes the memory of a gradient in float32. With more than one, attention is XLA's there on GPUs.
 
   Attributes:
     policy: the policy, on the mesh.
@@ -79,7 +82,10 @@ class Learner(PlacedModel):
     temperature: float = 1.0,
     head_chunk: int = models.HEAD_CHUNK,
     max_lag: int | None = None,
+    norm_sequences: int = 1,
   ):
+    check_number("norm_sequences", norm_sequences, whole=True, at_least=1)
+    self._norm_sequences = norm_sequences
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
     self.objective = objective
     if objective.gae is not None:
@@ -208,9 +214,12 @@ class Learner(PlacedModel):
     if reference_params is not None:
       reference = self._score_all(_with_frozen(params, reference_params), batch).logprobs
     if needed.needs_exact_norms:
-      any_segments = dataclasses.replace(self.policy, max_segments=None)  # their rows have padding on both sides
-      score = functools.partial(self._score, any_segments)
-      norms = squared_gradient_norms(score, params, batch, self.shape.sequence_tokens, self._row_devices)
+      policy = dataclasses.replace(self.policy, max_segments=None)  # their rows have padding on both sides
+      at_once = self._norm_sequences
+      if at_once > 1 and policy.attention_backend == "cudnn":
+        policy = dataclasses.replace(policy, attention="xla")  # JAX (0.11) cannot vectorize cuDNN's with a mask
+      score = functools.partial(self._score, policy)
+      norms = squared_gradient_norms(score, params, batch, self.shape.sequence_tokens, self._row_devices, at_once)
     return BatchQuantities(
       rewards=batch.rewards,
       groups=batch.groups,

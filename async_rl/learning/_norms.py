@@ -15,9 +15,14 @@ Array = jax.Array
 
 
 def squared_gradient_norms(
-  score: Callable[..., models.TokenStats], params: models.Params, batch: Batch, longest: int, copies: int
+  score: Callable[..., models.TokenStats],
+  params: models.Params,
+  batch: Batch,
+  longest: int,
+  copies: int,
+  at_once: int = 1,
 ) -> Array:
-  """Exact ‖∇ log π(τ_i)‖² over the trained parameters, float32 [B]: one forward and backward pass for each sequence.
+  """Exact ‖∇ log π(τ_i)‖² over the trained parameters, float32 [B]: one gradient for each sequence.
 
   Args:
     score: (params, tokens, segments, positions), int32 [R, T] each, to `models.TokenStats`.
@@ -25,6 +30,7 @@ def squared_gradient_norms(
     batch: packed.
     longest: tokens of the longest sequence, prompt included; every pass is over this many.
     copies: how often a sequence is laid into a row of its own, for meshes that divide the rows. Only one copy counts.
+    at_once: the number of sequences whose gradients are made at a time; `score` is then vectorized over them.
   """
   trainable, frozen = models.split_trainable(params)
   width = batch.tokens.shape[-1]
@@ -44,4 +50,4 @@ def squared_gradient_norms(
 
     return losses.tree_squared_norm(jax.grad(log_probability)(trainable))
 
-  return jax.lax.map(one, jnp.arange(batch.mask.shape[0]))
+  return jax.lax.map(one, jnp.arange(batch.mask.shape[0]), batch_size=at_once if at_once > 1 else None)

@@ -154,6 +154,9 @@ class Devices:
   #: The most sequences of a row; the lower, the faster is attention on GPUs, the higher, the fuller are rows of many
   #: short sequences. 0: any number.
   row_sequences: int = 8
+  #: Sequences whose gradient norms exact OPOB (--advantages opob) computes at a time. More of them are faster where one
+  #: does not fill the device; each takes the memory of a gradient in float32.
+  norm_sequences: int = 1
   #: Keep compiled programs for later starts: in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/async_rl/programs.
   compilation_cache: bool = True
   #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
@@ -168,7 +171,7 @@ class Devices:
   num_processes: int | None = None
 
   def __post_init__(self):
-    for name in ("fsdp", "tensor", "rows"):
+    for name in ("fsdp", "tensor", "rows", "norm_sequences"):
       check_number(name, getattr(self, name), whole=True, at_least=1)
     for name in ("row_tokens", "row_sequences", "reward_workers"):
       check_number(name, getattr(self, name), whole=True, at_least=0)

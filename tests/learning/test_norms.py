@@ -58,15 +58,22 @@ def expected(groups):
 
 
 @pytest.mark.parametrize(
-  ("rows", "row_tokens", "axes"),
-  [(1, 20, {}), (4, 96, {}), (8, 33, dict(data=2, fsdp=2, tensor=2)), (8, 20, dict(data=8))],
+  ("rows", "row_tokens", "axes", "at_once"),
+  [
+    (1, 20, {}, 1),
+    (4, 96, {}, 1),
+    (4, 96, {}, 3),  # does not divide them
+    (8, 33, dict(data=2, fsdp=2, tensor=2), 1),
+    (8, 33, dict(data=2, fsdp=2, tensor=2), 2),
+    (8, 20, dict(data=8), 1),
+  ],
 )
-def test_norms_are_those_of_unpacked_sequences(groups, expected, rows, row_tokens, axes):
+def test_norms_are_those_of_unpacked_sequences(groups, expected, rows, row_tokens, axes, at_once):
   mesh = make_mesh(**axes)
   score = functools.partial(models.score, dataclasses.replace(POLICY, mesh=mesh))
   batch = jax.tree.map(jnp.asarray, learning.pack(groups, shape_of(rows, row_tokens)))
   copies = mesh.shape["data"] * mesh.shape["fsdp"]
-  norms = jax.jit(lambda params: squared_gradient_norms(score, params, batch, LONGEST, copies))
+  norms = jax.jit(lambda params: squared_gradient_norms(score, params, batch, LONGEST, copies, at_once))
   np.testing.assert_allclose(norms(params_of(POLICY)), expected[0], rtol=1e-4)
 
 
@@ -80,13 +87,16 @@ def test_with_adapters_they_are_of_the_adapters(groups):
   np.testing.assert_allclose(found(params), norms, rtol=1e-4)
 
 
-def test_the_learner_offers_them_to_opob(groups, expected):
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_the_learner_offers_them_to_opob(groups, expected, at_once):
   norms, log_weights = expected
   rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
   weight = (np.exp(2 * log_weights) * norms).reshape(4, 4)
   baseline = (weight * rewards.reshape(4, 4)).sum(1) / weight.sum(1)
   objective = learning.objective("sequence_tis", advantages="opob")
-  learner = make_learner(shape_of(prompt_tokens=7), optimizer=optax.sgd(0.1), objective=objective)
+  learner = make_learner(
+    shape_of(prompt_tokens=7), optimizer=optax.sgd(0.1), objective=objective, norm_sequences=at_once
+  )
   assert learner.shape.sequence_tokens == LONGEST
   batch = learner.put(learning.pack(groups, learner.shape))
   _, metrics = learner.step(start(learner), batch)
