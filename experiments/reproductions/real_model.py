@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
   parser.add_argument("--rate", type=float, default=3e-5, help="the learning rate")
   parser.add_argument("--seeds", type=int, default=2, help="the number of seeds")
-  parser.add_argument("--first-seed", type=int, default=0)
+  parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
   parser.add_argument("--samples", type=int, default=128, choices=list(SCALES), help="of an update")
   parser.add_argument("--steps", type=int, help=f"default {SIZES['steps']}")
   parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
