@@ -19,7 +19,6 @@ from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
 from experiments.reproductions._lag_sweep_plan import Results
 from experiments.reproductions._lag_sweep_plan import Run
-from experiments.reproductions._lag_sweep_plan import final_accuracy
 from experiments.reproductions._lag_sweep_run import CURVES
 from experiments.reproductions._lag_sweep_table import Table
 from experiments.reproductions._lag_sweep_table import rate_text
@@ -88,10 +87,6 @@ CONTROL_OF = {
   "sequence PPO + OPOB, exact, momentum .97": "sequence PPO + OPOB, exact",
   "sequence PPO + OPOB, exact + ahead, momentum .97": "sequence PPO + OPOB, exact, momentum .97",
 }
-
-
-#: What counts as a large loss of accuracy to sync.
-MUCH = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,108 +289,3 @@ class Study:
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
-
-
-def having(studies: Sequence[Study], config: tuple[str, int, float]) -> list[Study]:
-  """Returns the studies that have a configuration (method, lag, rate)."""
-  return [study for study in studies if config in study.fresh.configs]
-
-
-def shared(studies: Sequence[Study]) -> list[tuple[str, int, float]]:
-  """Returns the configurations of two studies or more, without sync, by lag and by the accuracy in the first one."""
-  every = dict.fromkeys(config for study in studies for config in study.fresh.configs)
-  repeated = [config for config in every if len(having(studies, config)) > 1 and config[0] != "sync"]
-  return sorted(repeated, key=lambda c: (c[1], -float(np.mean(having(studies, c)[0].accuracy(*c)))))
-
-
-def together(studies: Sequence[Study], comparisons: int) -> str:
-  """Returns the table of what several studies share: differences to sync in each, and over all of their seeds.
-
-  Every difference is to the sync run of the same study and seed, so that none is between two machines.
-
-  Args:
-    studies: the studies, on different seeds.
-    comparisons: the number of comparisons of all tables, for what is bold.
-  """
-  rows = []
-  for config in shared(studies):
-    found = {id(study): study.minus_sync(*config) for study in having(studies, config)}
-    cells = [verdict(found[id(study)], comparisons) if id(study) in found else "" for study in studies]
-    every = np.concatenate(list(found.values()))
-    method, lag, rate = config
-    rows.append([method, str(lag), rate_text(rate), *cells, str(len(every)), verdict(every, comparisons)])
-  names = [f"seeds {study.fresh.seeds[0]}–{study.fresh.seeds[-1]}" for study in studies]
-  return grid(["minus sync", "lag", "rate", *names, "seeds", "over all of them"], rows)
-
-
-def by_lag(studies: Sequence[Study], method: str, comparisons: int) -> str:
-  """Returns a row per lag of a method at its chosen rates: what it loses, on how many seeds much, and by the lag.
-
-  Args:
-    studies: the studies; each has the method at all lags of the first, at the rates chosen there.
-    method: the method.
-    comparisons: the number of comparisons of all tables, for what is bold.
-  """
-  lines: list[list[str]] = []
-  shorter: np.ndarray | None = None
-  for lag in filter(None, studies[0].rows):
-    rate = studies[0].chosen(method, lag)
-    values = np.concatenate([study.minus_sync(method, lag, rate) for study in studies])
-    many = f"{int(np.sum(np.round(values, 6) < -MUCH))} of {len(values)}"  # what float32 makes of .1 is not more
-    more = "" if shorter is None else verdict(values - shorter, comparisons)
-    lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more])
-    shorter = values
-  much = f"loses more than {number(MUCH, 1)} on seeds"
-  return grid([f"{method} at lag", "rate", "minus sync", much, "minus the shorter lag"], lines)
-
-
-def by_loss(splits: Sequence[Split], method: str, lags: Iterable[int], rate: float) -> str:
-  """Returns what runs that lose much to the sync run of their seed looked like, and the others, a row of each per lag.
-
-  The quantities are means over the second half of the updates.
-
-  Args:
-    splits: the runs of the studies.
-    method: the method.
-    lags: the lags.
-    rate: the learning rate, of sync as well.
-  """
-  names, lines = ("cosine", "ess", "kl", "entropy"), []
-  sync = np.concatenate([_final(split.runs("sync", 0, rate)) for split in splits])
-  for lag in lags:
-    curves = np.concatenate([split.runs(method, lag, rate) for split in splits])
-    much = _final(curves) - sync < -MUCH
-    later = curves[:, :, curves.shape[2] // 2 :].mean(axis=2)
-    for said, chosen in ((f"more than {number(MUCH, 1)}", much), ("less", ~much)):
-      if chosen.any():
-        values = [measure(later[chosen, CURVES.index(name)]) for name in names]
-        lines.append([str(lag), said, str(chosen.sum()), *values])
-  return grid([f"{method} at lag", "loses", "runs", *names], lines)
-
-
-def _final(curves: np.ndarray) -> np.ndarray:
-  return np.array([final_accuracy(run) for run in curves])
-
-
-def coverage(studies: Sequence[Study], tries: Sequence[Table], names: Iterable[str], lags: Sequence[int]) -> str:
-  """Returns a row per method: by lag, on how many fresh seeds it was run, or else (in brackets) was only tried.
-
-  A star says that the chosen rate is at the edge of those tried in each study that ran it at one, as in their tables.
-
-  Args:
-    studies: the studies on fresh seeds.
-    tries: the runs on the seeds that rates were chosen on.
-    names: the methods.
-    lags: the lags.
-  """
-  rows = []
-  for name in names:
-    cells = []
-    for lag in lags:
-      fresh = sum(len(study.fresh.seeds) for study in studies if study.fresh.rates(name, lag))
-      tried = sum(len(table.seeds) for table in tries if table.rates(name, lag))
-      ran = [row for study in studies for row in study.rows.get(lag, ()) if study.fresh.configs[row.config][0] == name]
-      edge = any(row.edge for row in ran) and not any(row.chosen and not row.edge for row in ran)
-      cells.append(f"{fresh}{'*' * edge}" if fresh else f"({tried})" if tried else "–")
-    rows.append([name, *cells])
-  return grid(["method", *(f"lag {lag}" for lag in lags)], rows)

@@ -19,6 +19,7 @@ import numpy as np
 
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
+from experiments.reproductions import _lag_sweep_studies as several
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import interval
 from experiments.reproductions._intervals import measure
@@ -214,14 +215,14 @@ class Column(NamedTuple):
   def minus_sync(self, method: str, lag: int) -> np.ndarray:
     """Returns the differences to sync over the seeds of all studies that have the method at the lag, [S]."""
     config = (method, lag, self.rates[method, lag])
-    return np.concatenate([study.minus_sync(*config) for study in paired.having(self.studies, config)])
+    return np.concatenate([study.minus_sync(*config) for study in several.having(self.studies, config)])
 
   def cell(self, method: str, lag: int) -> str:
     """Returns the difference to sync and the rate, nothing without runs."""
     if not self.has(method, lag):
       return ""
     rate = self.rates[method, lag]
-    first, *_ = paired.having(self.studies, (method, lag, rate))
+    first, *_ = several.having(self.studies, (method, lag, rate))
     at = f"{rate_text(rate)}{_edge(first, (method, lag, rate))}"
     return f"{verdict(self.minus_sync(method, lag), self.comparisons)} at {at}"
 

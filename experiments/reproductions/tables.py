@@ -23,6 +23,7 @@ from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _lag_sweep_second as second
+from experiments.reproductions import _lag_sweep_studies as several
 from experiments.reproductions import _real_model_report as real
 from experiments.reproductions import _results as results
 from experiments.reproductions import async_rlhf
@@ -103,10 +104,10 @@ INGREDIENTS = (
 
 def comparisons() -> int:
   """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, and of TOPR by lag."""
-  several = len(paired.shared(results.studies())) + len(INGREDIENTS)
+  over_several = len(several.shared(results.studies())) + len(INGREDIENTS)
   rivals_of_topr = len(RIVALS) + len(RIVALS_AT_EVERY_LAG)
   by_lag = sum(lag > 0 for lag in results.every_lag().rows) - 1
-  return sum(x.comparisons for x in results.studies()) + several + rivals_of_topr + by_lag
+  return sum(x.comparisons for x in results.studies()) + over_several + rivals_of_topr + by_lag
 
 
 def all_comparisons() -> str:
@@ -120,7 +121,7 @@ def all_comparisons() -> str:
 
 def _difference(method: str, other: str, lag: int, rate: float, rate_of_other: float) -> tuple[str, str]:
   """Returns the number of seeds on which studies have both configurations, and how they differ over all of them."""
-  found = paired.having(paired.having(results.studies(), (method, lag, rate)), (other, lag, rate_of_other))
+  found = several.having(several.having(results.studies(), (method, lag, rate)), (other, lag, rate_of_other))
   values = np.concatenate([x.accuracy(method, lag, rate) - x.accuracy(other, lag, rate_of_other) for x in found])
   return str(len(values)), verdict(values, comparisons())
 
@@ -142,7 +143,7 @@ def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
   rows = []
   for config in configs:
     method, lag, rate = config
-    rate_cell = rate_text(rate) + "*" * any(study.edge(config) for study in paired.having(results.studies(), config))
+    rate_cell = rate_text(rate) + "*" * any(study.edge(config) for study in several.having(results.studies(), config))
     rows.append([method, str(lag), rate_cell, *_difference(method, "TOPR", lag, rate, 2e-4)])
   return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
 
@@ -167,7 +168,7 @@ def answers() -> str:
   """Returns a row per recommendation, with what was measured on the fresh seeds of all studies that have it."""
   rows = []
   for lag, advice, config in ANSWERS:
-    found = paired.having(results.studies(), config)
+    found = several.having(results.studies(), config)
     accuracies = np.concatenate([x.accuracy(*config) for x in found])
     difference = verdict(np.concatenate([x.minus_sync(*config) for x in found]), comparisons())
     seeds = str(len(accuracies))
@@ -233,7 +234,7 @@ def _of_map(name: str, drawn: Callable[[], maps.Map]) -> dict[str, Callable[[], 
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
   "all comparisons": all_comparisons,
-  "several studies": lambda: paired.together(results.studies(), comparisons()),
+  "several studies": lambda: several.together(results.studies(), comparisons()),
   "rivals": lambda: rivals(RIVALS),
   "ingredients": ingredients,
   **_of_study("fresh", results.study, (10, 32)),
@@ -242,9 +243,9 @@ TABLES: dict[str, Callable[[], str]] = {
   **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.REMAINING),
   **_of_study("every lag", results.every_lag, (4, 10, 32, 128), results.EVERY_LAG),
   "every lag, against TOPR": lambda: rivals(RIVALS_AT_EVERY_LAG),
-  "TOPR by loss": lambda: paired.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", (4, 10, 32, 128), 2e-4),
-  "TOPR by lag": lambda: paired.by_lag([results.remaining(), results.every_lag()], "TOPR", comparisons()),
-  "covered": lambda: paired.coverage(
+  "TOPR by loss": lambda: several.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", (4, 10, 32, 128), 2e-4),
+  "TOPR by lag": lambda: several.by_lag([results.remaining(), results.every_lag()], "TOPR", comparisons()),
+  "covered": lambda: several.coverage(
     results.studies(),
     results.tries(),
     COVERED,

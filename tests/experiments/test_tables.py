@@ -19,6 +19,7 @@ from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_run as runs
 from experiments.reproductions import _lag_sweep_second as second
+from experiments.reproductions import _lag_sweep_studies as several
 from experiments.reproductions import _lag_sweep_table as sweep
 from experiments.reproductions import _results as results
 from experiments.reproductions import tables
@@ -172,13 +173,13 @@ def test_a_method_is_compared_with_itself_at_the_shorter_lag_by_seed():
   )
   chosen = _table({("sync", 0, 1e-4): [0.5], ("TOPR", 4, 1e-4): [0.4], ("TOPR", 10, 1e-4): [0.4]})
   study = paired.Study(fresh, [chosen], (0, 4, 10))
-  *_, first, second_line = paired.by_lag([study], "TOPR", 1).splitlines()
+  *_, first, second_line = several.by_lag([study], "TOPR", 1).splitlines()
   assert first.startswith("| 4 | 1e-4 | ")
   assert first.endswith(" | 1 of 3 |  |")
   assert second_line.endswith(" | 2 of 3 | **−.050 ± .000** |")
   more = _table({("sync", 0, 1e-4): [0.5, 0.6], ("TOPR", 4, 1e-4): [0.3, 0.4], ("TOPR", 10, 1e-4): [0.35, 0.45]})
   other = paired.Study(more, [chosen], (0, 4, 10))  # each study's own sync, each seed with itself
-  *_, first, second_line = paired.by_lag([study, other], "TOPR", 1).splitlines()
+  *_, first, second_line = several.by_lag([study, other], "TOPR", 1).splitlines()
   assert first.endswith(" | 3 of 5 |  |")
   gained = intervals.verdict(np.array([-0.05, -0.05, -0.05, 0.05, 0.05]), 1)
   assert second_line.endswith(f" | 4 of 5 | {gained} |")
@@ -197,7 +198,7 @@ def test_runs_that_lose_much_are_told_apart_from_the_others(tmp_path):
     made.add([plans.Run("ch4", method, lag, 2e-4, seed) for seed in range(3)], curves, dict.fromkeys(range(3), 7))
   made.save("ch4")
   split = paired.Split(tmp_path, "ch4", (), range(3))
-  *_, much, less, others = paired.by_loss([split], "TOPR", (4, 10), 2e-4).splitlines()
+  *_, much, less, others = several.by_loss([split], "TOPR", (4, 10), 2e-4).splitlines()
   assert much.split(" | ")[:4] == ["| 4", "more than .1", "2", ".75 ± 3.18"]
   assert less.split(" | ")[:4] == ["| 4", "less", "1", ".25"]
   assert others.split(" | ")[:4] == ["| 10", "less", "3", ".12 ± .00"]
@@ -205,7 +206,7 @@ def test_runs_that_lose_much_are_told_apart_from_the_others(tmp_path):
 
 def test_what_is_covered_says_fresh_seeds_edges_and_tries(study):
   tries = [_table({("SAT", 10, 1e-4): [0.5, 0.6]}), _table({("SAT", 10, 1e-4): [0.5]})]
-  lines = paired.coverage([study], tries, ["PPO", "SAT"], (10, 32)).splitlines()[2:]
+  lines = several.coverage([study], tries, ["PPO", "SAT"], (10, 32)).splitlines()[2:]
   assert lines == ["| PPO | 3* | – |", "| SAT | (3) | – |"]
 
 
@@ -328,11 +329,11 @@ def test_two_studies_together_pair_each_with_its_own_sync(study):
   fresh = _table({("sync", 0, 2e-4): [0.1, 0.2], ("PPO", 10, 2e-4): [0.0, 0.1], ("TOPR", 10, 2e-4): [0.5, 0.5]})
   earlier = _table({("sync", 0, 2e-4): [0.5]})
   other = paired.Study(fresh, [earlier], (0, 10))
-  assert paired.shared([study, other]) == [("PPO", 10, 2e-4)]
-  *_, line = paired.together([study, other], 1).splitlines()
+  assert several.shared([study, other]) == [("PPO", 10, 2e-4)]
+  *_, line = several.together([study, other], 1).splitlines()
   assert line == "| PPO | 10 | 2e-4 | **−.100 ± .000** | **−.100 ± .000** | 5 | **−.100 ± .000** |"
   third = paired.Study(_table({("sync", 0, 2e-4): [0.1, 0.2], ("TOPR", 10, 2e-4): [0.2, 0.3]}), [earlier], (0, 10))
-  *_, line = paired.together([study, other, third], 1).splitlines()
+  *_, line = several.together([study, other, third], 1).splitlines()
   assert line.startswith("| TOPR | 10 | 2e-4 |  | +.350 ± .635 (no difference) | **+.100 ± .000** | 4 | ")
 
 
