@@ -192,15 +192,17 @@ class Objective:
   @property
   def needs(self) -> frozenset[str]:
     """Names of everything that the loss and the advantages need."""
-    own = ("values",) if self.gae else ()
-    return frozenset(losses.needs(self.loss) + losses.needs(self._rewarding) + own)
+    return self._needs_of_advantages.union(losses.needs(self.loss))
+
+  @property
+  def _needs_of_advantages(self) -> frozenset[str]:
+    return frozenset(losses.needs(self._rewarding)) | ({"values"} if self.gae else set())
 
   @property
   def needs_scores(self) -> bool:
     """Whether the batch is scored under the weights at the start of the step, which is one more forward pass."""
-    of_loss = set(losses.needs(self.loss)) - _OWN_PASS
-    others = (*losses.needs(self._rewarding), *(("values",) if self.gae else ()))
-    return bool(of_loss.union(others) & (_SCORED | set(self.statistics)))
+    needed = self._needs_of_advantages.union(set(losses.needs(self.loss)) - _OWN_PASS)
+    return bool(needed & (_SCORED | set(self.statistics)))
 
   @property
   def needs_reference(self) -> bool:

@@ -60,19 +60,22 @@ class Drawn(NamedTuple):
   @property
   def entropy(self) -> Array:
     """Returns the entropies of the distributions that the tokens were drawn from, float32 [B, C]."""
-    return -jnp.sum(jnp.exp(self.distributions) * self.distributions, axis=-1)
+    return _entropy(self.distributions)
 
 
 def _at(distributions: Array, tokens: Array) -> Array:
   return jnp.take_along_axis(distributions, tokens[..., None], axis=-1)[..., 0]
 
 
+def _entropy(distributions: Array) -> Array:
+  return -jnp.sum(jnp.exp(distributions) * distributions, axis=-1)
+
+
 def _statistics(distributions: Array, tokens: Array) -> models.TokenStats:
   """Returns the statistics of tokens [B, C] under log-probabilities [B, C, V]; the gradient flows to `logprobs`."""
   fixed = jax.lax.stop_gradient(distributions)
-  probs = jnp.exp(fixed)
-  entropy, sum_squares = -jnp.sum(probs * fixed, axis=-1), jnp.sum(jnp.square(probs), axis=-1)
-  return models.TokenStats(_at(distributions, tokens), entropy, sum_squares)
+  sum_squares = jnp.sum(jnp.square(jnp.exp(fixed)), axis=-1)
+  return models.TokenStats(_at(distributions, tokens), _entropy(fixed), sum_squares)
 
 
 class Carry(NamedTuple):

@@ -92,12 +92,13 @@ class Table:
 
   def complete(self) -> Table:
     """Returns the table of the configurations that were run on every seed."""
-    rows = [i for i, values in enumerate(self.accuracy) if not np.isnan(values).any()]
-    return Table([self.configs[i] for i in rows], self.seeds, self.accuracy[rows], self.curves[rows])
+    return self._at([i for i, values in enumerate(self.accuracy) if not np.isnan(values).any()])
 
   def among(self, methods: Collection[str]) -> Table:
     """Returns the table of some methods."""
-    rows = [i for i, (name, _, _) in enumerate(self.configs) if name in methods]
+    return self._at([i for i, (name, _, _) in enumerate(self.configs) if name in methods])
+
+  def _at(self, rows: list[int]) -> Table:
     return Table([self.configs[i] for i in rows], self.seeds, self.accuracy[rows], self.curves[rows])
 
   def lags(self) -> list[int]:

@@ -230,6 +230,17 @@ def _of_map(name: str, drawn: Callable[[], maps.Map]) -> dict[str, Callable[[], 
   }
 
 
+def _of_start(name: str, runs: Callable[[], real.Runs]) -> dict[str, Callable[[], str]]:
+  """Returns the tables of a pretrained model's runs at several lags from one start, by name."""
+  samples = real_model.SCALES[512].evaluated
+  return {
+    f"{name}, accuracy": lambda: real.accuracy_table(runs()),
+    f"{name}, end": lambda: real.end_table(runs(), samples, every_lag=True),
+    f"{name}, rewards": lambda: real.reward_table(runs()),
+    f"{name}, signs": lambda: real.sign_table(runs()),
+  }
+
+
 #: The tables by name.
 TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
@@ -289,16 +300,8 @@ TABLES: dict[str, Callable[[], str]] = {
   "real 512 lag 8, accuracy": lambda: real.accuracy_table(results.real_lag_8()),
   "real 512 lag 8, end": lambda: real.end_table(results.real_lag_8(), real_model.SCALES[512].evaluated),
   "real 512 lag 8, signs": lambda: real.sign_table(results.real_lag_8()),
-  "real 512 lags, accuracy": lambda: real.accuracy_table(results.real_lags()),
-  "real 512 lags, end": lambda: real.end_table(results.real_lags(), real_model.SCALES[512].evaluated, every_lag=True),
-  "real 512 lags, rewards": lambda: real.reward_table(results.real_lags()),
-  "real 512 lags, signs": lambda: real.sign_table(results.real_lags()),
-  "real 512 seed 1, accuracy": lambda: real.accuracy_table(results.real_seed_1()),
-  "real 512 seed 1, end": lambda: real.end_table(
-    results.real_seed_1(), real_model.SCALES[512].evaluated, every_lag=True
-  ),
-  "real 512 seed 1, rewards": lambda: real.reward_table(results.real_seed_1()),
-  "real 512 seed 1, signs": lambda: real.sign_table(results.real_seed_1()),
+  **_of_start("real 512 lags", results.real_lags),
+  **_of_start("real 512 seed 1", results.real_seed_1),
   "real 512, repeats": lambda: real.repeat_table(results.real_starts(), real_model.SCALES[512].evaluated),
   "real 512, warnings": lambda: real.warning_table(results.real_predictions()),
 }
