@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._aggregation import divide_or_zero
 from async_rl.losses._ratios import check_mask
 
@@ -40,6 +41,8 @@ def gae(
   >>> gae(jnp.array([[0.0, 1.0]]), jnp.array([[0.5, 0.5]]), jnp.ones((1, 2), bool), trace=1.0)[0]
   Array([[0.5, 0.5]], dtype=float32)
   """
+  check_number("discount", discount, at_least=0, at_most=1)
+  check_number("trace", trace, at_least=0, at_most=1)
   check_mask(mask, rewards=rewards, values=values)
   rewards, values = (jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)) for x in (rewards, values))
 
@@ -93,6 +96,8 @@ def value_loss(
   >>> value_loss(1.0 * one, 0.0 * one, 1.0 * one, one > 0)  # clipped at 0.2: 0.5 * 0.8²
   Array([[0.32000002]], dtype=float32)
   """
+  if clip is not None:
+    check_number("clip", clip, at_least=0, finite=False, remedy="None for the plain squared error")
   check_mask(mask, values=values, old_values=old_values, returns=returns)
   values = jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0)
   old_values, returns = (

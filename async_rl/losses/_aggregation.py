@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from async_rl._validation import check_choice
+from async_rl._validation import check_number
 from async_rl.losses._ratios import check_mask
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -63,6 +64,8 @@ def aggregate(
   check_choice("method", method, get_args(Aggregation))
   if (method == "constant") == (max_length is None):
     raise ValueError(f"*max_length* goes with method='constant' only, got method={method!r}, max_length={max_length}.")
+  if max_length is not None:
+    check_number("max_length", max_length, above=0)
   per_sequence = jnp.sum(jnp.where(mask, jnp.asarray(loss, jnp.float32), 0.0), axis=-1)
   lengths = jnp.sum(mask, axis=-1, dtype=jnp.float32)
   sequences = jnp.float32(lengths.size) if count_empty else jnp.sum(lengths > 0, dtype=jnp.float32)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._policy_gradient import per_token
 from async_rl.losses._ratios import check_mask
@@ -15,18 +17,14 @@ from async_rl.losses._ratios import mean_log_ratios
 from async_rl.losses._ratios import sequence_log_weights
 
 
-def _check_clip(low: float | jax.Array, high: float | jax.Array, dual_clip: float | None) -> None:
-  """Options may be traced (to sweep them under vmap) or differ by token; only concrete numbers are checked."""
-  if _is_number(low) and not 0.0 <= low <= 1.0:
-    raise ValueError(f"*low* must be in [0, 1]: the ratio is held above 1 - low; got low={low}.")
-  if _is_number(high) and high < 0.0:
-    raise ValueError(f"*high* must be at least 0: the ratio is held below 1 + high; got high={high}.")
-  if dual_clip is not None and _is_number(dual_clip) and dual_clip <= 1.0:
-    raise ValueError(f"*dual_clip* must be None or above 1, got dual_clip={dual_clip}.")
-
-
-def _is_number(option: float | jax.Array) -> bool:
-  return not isinstance(option, jax.core.Tracer) and jnp.ndim(option) == 0
+def _check_clip(low: float | jax.Array, high: float | jax.Array, dual_clip: float | None = None) -> None:
+  """The ends may differ by token; only single numbers are checked."""
+  if np.ndim(low) == 0:
+    check_number("low", low, at_least=0, at_most=1, remedy="the ratio is held above 1 - low")
+  if np.ndim(high) == 0:
+    check_number("high", high, at_least=0, finite=False, remedy="the ratio is held below 1 + high")
+  if dual_clip is not None:
+    check_number("dual_clip", dual_clip, above=1, finite=False, remedy="None for no bound")
 
 
 def clipped_surrogate(
@@ -111,6 +109,7 @@ def log_ratio_quantile(log_ratios: ArrayLike, mask: ArrayLike, *, share: float =
   >>> print(log_ratio_quantile(jnp.array([[-0.3, 0.1, 0.2, 9.0]]), jnp.array([[True, True, True, False]]), share=0.5))
   0.2
   """
+  check_number("share", share, above=0, at_most=1)
   check_mask(mask, log_ratios=log_ratios)
   sizes = jnp.sort(jnp.where(mask, jnp.abs(jnp.asarray(log_ratios, jnp.float32)), jnp.inf), axis=None)
   count = jnp.sum(mask)
@@ -152,7 +151,9 @@ def sat(
   >>> sat(jnp.log(1.5 * one), 0.0 * one, jnp.ones(1), one > 0, log_ratio_scale=jnp.log(1.4999)).loss.round(2)  # c = 1/2
   Array([[-1.1]], dtype=float32)
   """
-  _check_clip(low, high, None)
+  _check_clip(low, high)
+  check_number("log_ratio_scale", log_ratio_scale, at_least=0, finite=False, remedy="`log_ratio_quantile` makes it")
+  check_number("exponent", exponent, above=0)
   ratios = log_ratios(logprobs, behavior, mask)
   fixed, scale = (jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)) for x in (ratios, log_ratio_scale))
   tail = (jnp.abs(fixed) > scale) & (scale > 0)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._clipped import clipped_surrogate
 from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._ratios import check_mask
@@ -65,6 +66,9 @@ def decoupled_ppo(
   """
   if weight_cap is not None and not weighted:
     raise ValueError(f"*weight_cap* caps the weight that weighted=False drops; give one of them, got {weight_cap=}.")
+  for name, bound in (("weight_cap", weight_cap), ("weight_reject", weight_reject)):
+    if bound is not None:
+      check_number(name, bound, above=0, finite=False, remedy="None for no bound")
   proximal = jax.lax.stop_gradient(jnp.asarray(proximal, jnp.float32))
   log_weights = log_ratios(proximal, behavior, mask)
   keep = mask if weight_reject is None else log_weights <= jnp.log(weight_reject)

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from async_rl._arrays import check_mask
 from async_rl._arrays import ess_ratio
+from async_rl._validation import check_number
 from async_rl.losses._ratios import sequence_log_weights
 
 
@@ -43,6 +44,8 @@ def ess_statistics(
   >>> sorted(ess_statistics(jnp.zeros((2, 1)), jnp.ones((2, 1), bool), lag=jnp.array([[0], [7]]), edges=(1,)))[:3]
   ['ess/sequence', 'ess/sequence/lag_0', 'ess/sequence/lag_1+']
   """
+  for name, cap in (("token_cap", token_cap), ("sequence_cap", sequence_cap)):
+    check_number(name, cap, above=0)
   check_mask(mask, log_ratios=log_ratios)
   levels = {
     "sequence": (sequence_log_weights(log_ratios), jnp.any(mask, axis=-1), sequence_cap),
@@ -72,6 +75,8 @@ def lag_buckets(lag: ArrayLike, edges: Sequence[int] = (1, 4, 16, 64)) -> dict[s
   >>> {name: inside.tolist() for name, inside in lag_buckets(jnp.array([0, 2, 9]), edges=(1, 4)).items()}
   {'lag_0': [True, False, False], 'lag_1-3': [False, True, False], 'lag_4+': [False, False, True]}
   """
+  if not all(low < high for low, high in zip((0, *edges), edges)):
+    raise ValueError(f"*edges* must be increasing lags from 1 on, got edges={tuple(edges)}.")
   lag = jnp.asarray(lag)
   buckets = {}
   for low, high in zip((0, *edges), (*edges, None)):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from async_rl._validation import check_choice
+from async_rl._validation import check_number
 from async_rl.losses._ratios import LOG_CLAMP
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import clamped_exp
@@ -81,6 +82,8 @@ def kl_loss(
   >>> jax.grad(lambda p: kl_loss(p, x - 1.0, x, jnp.array([[True]]), estimator="k1").sum())(x)  # 1 + d
   Array([[2.]], dtype=float32)
   """
+  if cap is not None:
+    check_number("cap", cap, above=0, finite=False, remedy="None for no cap")
   check_mask(mask, logprobs=logprobs, reference=reference, behavior=behavior)
   estimate = kl_estimate(logprobs, reference, mask, estimator=estimator)
   log_weights = log_ratios(logprobs, behavior, mask)

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from async_rl._arrays import check_mask
 from async_rl._arrays import tree_squared_norm
+from async_rl._validation import check_number
 from async_rl.losses._advantages import MIN_STD
 from async_rl.losses._advantages import above_group_minimum
 from async_rl.losses._advantages import group_std
@@ -32,6 +33,8 @@ from async_rl.losses._ratios import clamped_exp
 
 def _log_square(log_weights: ArrayLike, code_cap: float | None) -> jax.Array:
   """log of w², or of the released code's w² · min(w, cap)²."""
+  if code_cap is not None:
+    check_number("code_cap", code_cap, above=0, finite=False, remedy="None for the published baseline")
   log_weights = jnp.asarray(log_weights, jnp.float32)
   return 2.0 * (log_weights if code_cap is None else log_weights + jnp.minimum(log_weights, jnp.log(code_cap)))
 
@@ -205,6 +208,7 @@ def opob_gradient(
   Returns:
     `OpobGradient`.
   """
+  check_number("cap", cap, above=0, finite=False, remedy="inf does not truncate")
   check_groups(rewards, groups, num_groups, scale=scale)
   order = jnp.argsort(groups, stable=True)
   sorted_groups = jnp.asarray(groups)[order]

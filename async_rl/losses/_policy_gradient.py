@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
@@ -106,6 +107,8 @@ def cispo(
   >>> cispo(jnp.log(pi), jnp.log(mu), jnp.ones(1), jnp.ones((1, 3), bool), low=0.5).clipped
   Array([[ True, False,  True]], dtype=bool)
   """
+  check_number("low", low, at_least=0, remedy="0 for no lower bound")
+  check_number("high", high, above=0, at_least=low, finite=False, remedy="inf for no upper bound")
   ratios = log_ratios(logprobs, behavior, mask)
   log_low, log_high = jnp.log(low), jnp.log(high)
   return weighted_score(
@@ -131,6 +134,7 @@ def token_tis(
   >>> token_tis(jnp.array([[-1.0]]), jnp.array([[-3.0]]), jnp.array([1.0]), jnp.array([[True]])).loss
   Array([[2.]], dtype=float32)
   """
+  check_number("cap", cap, above=0, finite=False, remedy="inf does not truncate")
   return cispo(logprobs, behavior, advantages, mask, low=0.0, high=cap)
 
 
@@ -157,6 +161,7 @@ def sequence_tis(
   >>> out.loss  # w = e^3 = 20.1, capped at 8: -8 * 0.5 * -1
   Array([[4., 4.]], dtype=float32)
   """
+  check_number("cap", cap, above=0, finite=False, remedy="inf does not truncate")
   log_weights = sequence_log_weights(log_ratios(logprobs, behavior, mask))[:, None]
   log_cap = jnp.log(cap)
   return weighted_score(logprobs, advantages, mask, jnp.minimum(log_weights, log_cap), log_weights > log_cap)
@@ -172,7 +177,7 @@ def topr(
     behavior: [B, T] log μ of each token, under the weights that drew it.
     advantages: [B], or [B, T] where they differ by token; no gradient flows.
     mask: bool [B, T], the trained tokens.
-    cap: the largest weight of a sequence with a negative advantage.
+    cap: the largest weight of a sequence with a negative advantage; 0 trains on the others alone.
 
   References:
     Le Roux et al., Tapered Off-Policy REINFORCE, 2025, https://arxiv.org/abs/2503.14286
@@ -182,6 +187,7 @@ def topr(
   Array([[ 1.        ],
          [-0.36787945]], dtype=float32)
   """
+  check_number("cap", cap, at_least=0, finite=False, remedy="inf does not truncate")
   log_weights = sequence_log_weights(log_ratios(logprobs, behavior, mask))[:, None]
   negative, log_cap = per_token(advantages, mask) < 0, jnp.log(cap)
   return weighted_score(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._aggregation import divide_or_zero
 from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._ratios import check_groups
@@ -84,6 +85,7 @@ def dpo_loss(
   >>> dpo_loss(zero, zero, zero, zero)
   Array([0.6931472], dtype=float32)
   """
+  check_number("beta", beta, above=0)
   return jax.nn.softplus(-beta * _margin(best, worst, reference_best, reference_worst))
 
 
@@ -99,6 +101,7 @@ def ipo_loss(
   >>> ipo_loss(zero, zero, zero, zero)
   Array([25.], dtype=float32)
   """
+  check_number("beta", beta, above=0)
   return jnp.square(_margin(best, worst, reference_best, reference_worst) - 1.0 / (2.0 * beta))
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._clipped import ppo_clip
 from async_rl.losses._kl import kl_estimate
 from async_rl.losses._policy_gradient import PolicyLoss
@@ -48,6 +49,10 @@ def restrict(policy_loss: PolicyLoss, keep: ArrayLike) -> PolicyLoss:
 
 
 def _within(log_values: jax.Array, low: float, high: float) -> jax.Array:
+  check_number("low", low, at_least=0, remedy="0 for no lower bound")
+  check_number(
+    "high", high, above=0, at_least=low, finite=False, remedy="*low* to *high* is kept; inf for no upper bound"
+  )
   return (log_values >= jnp.log(low)) & (log_values <= jnp.log(high))
 
 
@@ -183,6 +188,7 @@ def opsm(
   Array([[ True],
          [False]], dtype=bool)
   """
+  check_number("delta", delta, at_least=0, finite=False, remedy="inf keeps all")
   drift = -mean_log_ratios(log_ratios(logprobs, behavior, mask), mask)[:, None]
   keep = ~((per_token(advantages, mask) < 0) & (drift > delta))
   return restrict(inner(logprobs, behavior, advantages, mask), keep)
@@ -196,7 +202,7 @@ def second_moment_threshold(log_ratios: ArrayLike, mask: ArrayLike, *, budget: f
   Args:
     log_ratios: [B, T] of the whole optimizer batch, not of one micro-batch.
     mask: bool [B, T].
-    budget: bound on the second moment, 0.04 in the paper.
+    budget: bound on the second moment, 0.04 in the paper; inf keeps all.
 
   Returns:
     float32 scalar: tokens with (log ρ)² below it stay; inf when all do. It lies halfway between the last value that
@@ -206,6 +212,7 @@ def second_moment_threshold(log_ratios: ArrayLike, mask: ArrayLike, *, budget: f
   >>> print(f"{second_moment_threshold(ratios, jnp.ones((1, 4), bool)):.3f}")
   0.065
   """
+  check_number("budget", budget, at_least=0, finite=False, remedy="inf keeps all")
   check_mask(mask, log_ratios=log_ratios)
   squares = jnp.sort(jnp.where(mask, jnp.asarray(log_ratios, jnp.float32) ** 2, jnp.inf), axis=None)
   means = jnp.cumsum(squares) / jnp.arange(1, squares.size + 1)
@@ -249,6 +256,7 @@ def m2po(
   >>> m2po(jnp.array([[-1.0, -1.0]]), jnp.array([[-1.1, -2.0]]), jnp.ones(1), mask, threshold=0.09).keep
   Array([[ True, False]], dtype=bool)
   """
+  check_number("threshold", threshold, at_least=0, finite=False, remedy="`second_moment_threshold` makes it")
   ratios = log_ratios(logprobs, behavior, mask)
   keep = ratios**2 < threshold
   if signed:
@@ -288,6 +296,7 @@ def dppo(
   >>> dppo(jnp.log(jnp.array([[0.8, 0.2]])), jnp.log(jnp.array([[0.4, 0.1]])), jnp.ones(1), mask).keep
   Array([[False,  True]], dtype=bool)
   """
+  check_number("bound", bound, at_least=0, finite=False, remedy="inf keeps all")
   log_p = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(logprobs, jnp.float32)), 0.0)
   log_q = log_p - jax.lax.stop_gradient(log_ratios(logprobs, behavior, mask))
   log_p, log_q = (jnp.minimum(x, 0.0) for x in (log_p, log_q))
@@ -331,7 +340,7 @@ def estr(
     entropy: [B, T], H_t in nats, of the whole distribution that each token was drawn from; below 0, as by rounding, it
       counts as 0. No gradient flows.
     tau: the largest squared log-ratio over entropy of a token that is kept.
-    eps: what is added to the entropy, in nats.
+    eps: what is added to the entropy, in nats, above 0.
     inner: the loss of the tokens that are kept.
 
   References:
@@ -341,6 +350,8 @@ def estr(
   >>> estr(jnp.full((1, 2), -1.0), jnp.full((1, 2), -1.5), jnp.ones(1), mask, entropy=jnp.array([[0.1, 0.5]])).keep
   Array([[False,  True]], dtype=bool)
   """
+  check_number("tau", tau, at_least=0, finite=False, remedy="inf keeps all")
+  check_number("eps", eps, above=0, remedy="the entropy may be 0")
   check_mask(mask, entropy=entropy)
   scale = jnp.maximum(jnp.asarray(entropy, jnp.float32), 0.0) + eps
   keep = log_ratios(logprobs, behavior, mask) ** 2 <= tau * scale
@@ -381,6 +392,8 @@ def trm(
   Array([[ True,  True],
          [False, False]], dtype=bool)
   """
+  for name, bound in (("max_bound", max_bound), ("mean_bound", mean_bound)):
+    check_number(name, bound, at_least=0, finite=False, remedy="inf for no bound")
   divergence = kl_estimate(behavior, logprobs, mask, estimator="k3")
   largest = jnp.max(divergence, axis=-1, initial=0.0)
   keep = (largest <= max_bound) & (mean_log_ratios(divergence, mask) <= mean_bound)

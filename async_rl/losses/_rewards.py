@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._ratios import check_mask
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import sequence_log_weights
@@ -25,8 +26,8 @@ def overlong_penalty(lengths: ArrayLike, *, max_length: int, buffer: int) -> jax
   >>> overlong_penalty(jnp.array([10, 80, 90, 100, 200]), max_length=100, buffer=20)
   Array([ 0. ,  0. , -0.5, -1. , -1. ], dtype=float32)
   """
-  if not 0 < buffer <= max_length:
-    raise ValueError(f"*buffer* must be in (0, max_length], got buffer={buffer}, max_length={max_length}.")
+  check_number("max_length", max_length, above=0)
+  check_number("buffer", buffer, above=0, at_most=max_length, remedy="the penalty falls over the last *buffer* tokens")
   return jnp.clip((max_length - buffer - jnp.asarray(lengths, jnp.float32)) / buffer, -1.0, 0.0)
 
 
@@ -36,6 +37,7 @@ def missing_end_rewards(rewards: ArrayLike, truncated: ArrayLike, *, reward: flo
   >>> missing_end_rewards(jnp.array([0.7, 0.7]), jnp.array([False, True]))
   Array([ 0.7, -1. ], dtype=float32)
   """
+  check_number("reward", reward)
   return jnp.where(truncated, reward, jnp.asarray(rewards, jnp.float32))
 
 
@@ -55,6 +57,7 @@ def kl_penalized_rewards(
   >>> kl_penalized_rewards(jnp.array([1.0]), -1.0 * two, -2.0 * two, two > 0)
   Array([0.9], dtype=float32)
   """
+  check_number("coefficient", coefficient, at_least=0)
   penalty = sequence_log_weights(log_ratios(jax.lax.stop_gradient(logprobs), reference, mask))
   return jnp.asarray(rewards, jnp.float32) - coefficient * penalty
 
@@ -85,6 +88,7 @@ def token_rewards(
   >>> token_rewards(jnp.array([1.0]), -1.0 * two, -2.0 * two, two > 0)
   Array([[-0.05,  0.95]], dtype=float32)
   """
+  check_number("coefficient", coefficient, at_least=0)
   check_mask(mask, logprobs=logprobs, reference=reference)
   penalty = coefficient * log_ratios(jax.lax.stop_gradient(logprobs), reference, mask)
   return final_rewards(rewards, mask) - penalty

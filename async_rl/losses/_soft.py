@@ -10,6 +10,7 @@ import math
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from async_rl._validation import check_number
 from async_rl.losses._policy_gradient import PolicyLoss
 from async_rl.losses._policy_gradient import PolicyLossFn
 from async_rl.losses._policy_gradient import per_token
@@ -52,6 +53,8 @@ def sapo(
   >>> sapo(0.0 * one, 0.0 * one, jnp.array([1.0]), one > 0).loss
   Array([[-2.]], dtype=float32)
   """
+  for name, value in (("positive", positive), ("negative", negative)):
+    check_number(name, value, above=0)
   advantages = per_token(advantages, mask)
   ratios = clamped_exp(log_ratios(logprobs, behavior, mask))
   sharpness = jnp.where(advantages > 0, positive, negative)
@@ -92,6 +95,9 @@ def vespo(
   >>> vespo(-1.0 * one, -1.0 * one - jnp.log(2.0), jnp.array([1.0]), one > 0).loss  # w = 2: 4 e^-3
   Array([[0.19914827]], dtype=float32)
   """
+  shapes = {"shape_positive": shape_positive, "shape_negative": shape_negative}
+  for name, value in (shapes | {"rate_positive": rate_positive, "rate_negative": rate_negative}).items():
+    check_number(name, value, at_least=0)
   positive = per_token(advantages, mask) >= 0
   shape = jnp.where(positive, shape_positive, shape_negative)
   rate = jnp.where(positive, rate_positive, rate_negative)
@@ -129,6 +135,7 @@ def log_squared(
   >>> log_squared(-1.0 * one, -3.0 * one, jnp.zeros(1), one > 0, tau=0.5).loss
   Array([[2.]], dtype=float32)
   """
+  check_number("tau", tau, at_least=0)
   out = inner(logprobs, behavior, advantages, mask)
   penalty = tau * jnp.square(log_ratios(logprobs, behavior, mask))
   return PolicyLoss(out.loss + penalty, jnp.asarray(mask), out.clipped)
