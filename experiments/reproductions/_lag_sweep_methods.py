@@ -53,6 +53,7 @@ class Knobs(NamedTuple):
     average: the decay of the moving average of weights that draws; 0 draws from the weights themselves.
     centering: the index into `CENTERINGS`.
     lag_power: the power of `stabilizers.scale_by_lag`.
+    fall: the share of the learning rate that is taken away in equal parts over the whole training; 1 ends at nothing.
   """
 
   seed: int | Array = 0
@@ -74,6 +75,7 @@ class Knobs(NamedTuple):
   centering: int | Array = 0
   lag_power: float | Array = 0.0
   alignment: int | Array = 0
+  fall: float | Array = 0.0
 
 
 def stack(knobs: Sequence[Knobs], updates: int) -> Knobs:
@@ -120,12 +122,16 @@ def servo_by_ess(gain: float | Array) -> optax.GradientTransformationExtraArgs:
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def optimizer(knobs: Knobs) -> optax.GradientTransformationExtraArgs:
-  """Returns clipped Adam with every stabilizer around it; with the default knobs they only observe."""
+def optimizer(knobs: Knobs, updates: int) -> optax.GradientTransformationExtraArgs:
+  """Returns clipped Adam, for *updates* updates, with every stabilizer around it; by default they only observe."""
+
+  def rate(count: Array) -> Array:
+    return knobs.rate * jnp.minimum(1.0, (count + 1) / WARMUP) * (1.0 - knobs.fall * count / updates)
+
   inner = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.scale_by_adam(b1=knobs.b1),
-    optax.scale_by_learning_rate(lambda count: knobs.rate * jnp.minimum(1.0, (count + 1) / WARMUP)),
+    optax.scale_by_learning_rate(rate),
     stabilizers.scale_by_ess(knobs.ess_power),
     servo_by_ess(knobs.servo),
     stabilizers.scale_by_lag(knobs.lag_power),
@@ -332,6 +338,23 @@ REACHING_EXACT = {
   "sequence PPO + ESS + OPOB, exact": _method("sequence_ppo", ESS, OPOB),
 }
 
+FALLING = {"fall": 1.0}
+
+#: A learning rate that falls to nothing over the training: less drift of what draws, and less noise, towards its end.
+SYNC_FALLING = {"sync, falling rate": _method("reinforce", FALLING)}
+TOPR_FALLING = {
+  "TOPR, falling rate": _method("topr", FALLING),
+  "TOPR, momentum .5, falling rate": _method("topr", FALLING, b1=0.5),
+}
+SEQUENCE_FALLING = {"sequence PPO, momentum .97, falling rate": _method("sequence_ppo", FALLING, b1=0.97)}
+#: The same with exact norms.
+FALLING_EXACT = {
+  "sequence PPO + OPOB, exact, momentum .97, falling rate": _method("sequence_ppo", OPOB, FALLING, b1=0.97),
+  "sequence PPO + OPOB, exact + ahead, momentum .97, falling rate": _method(
+    "sequence_ppo", OPOB, FALLING, ahead=1.0, b1=0.97
+  ),
+}
+
 #: The map of GAC by group of methods: thresholds, and the other choices at some of them, on several corrections.
 GAC_MAP = {
   f"GAC {part}, {base}": {name: PUBLISHED[base] | knobs for name, knobs in make(base).items()}
@@ -361,10 +384,11 @@ RAMPED = {f"{name}, ramped": PUBLISHED[name] | {"ramp": 2} for name in ("seq TIS
 
 #: The methods of the program with exact norms.
 EXACT_NORMS = SYNC_EXACT | THIRD | EXACT | MOMENTUM_EXACT | INGREDIENTS_EXACT
-EXACT_NORMS |= TOPR_REACHING_EXACT | REACHING_EXACT
+EXACT_NORMS |= TOPR_REACHING_EXACT | REACHING_EXACT | FALLING_EXACT
 
 METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | MOMENTUM | TOKEN_WEIGHTS | RAMPED | EXACT_NORMS
 METHODS |= CENTERED_SCORES | INGREDIENTS | PARTS | LESS_MOMENTUM | REACHING | ESTR | TRM
+METHODS |= SYNC_FALLING | TOPR_FALLING | SEQUENCE_FALLING
 for _group in GAC_ON.values():
   METHODS |= _group
 #: All controls.

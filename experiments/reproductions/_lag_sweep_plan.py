@@ -49,6 +49,8 @@ GROUPS: dict[str, Collection[str]] = {
   "reaching": methods.REACHING,
   "topr_reaching_exact": methods.TOPR_REACHING_EXACT,
   "reaching_exact": methods.REACHING_EXACT,
+  "topr_falling": methods.TOPR_FALLING,
+  "falling_exact": methods.FALLING_EXACT,
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,
   "controls": methods.CONTROLS,

@@ -152,7 +152,7 @@ class Training:
   ) -> dict[str, Array]:
     """Trains from *weights* and returns the curves, float32 [steps / probe_every] each."""
     setting, key = self.sizes, jax.random.key(knobs.seed)
-    optimizer, lags = methods.optimizer(knobs), jnp.broadcast_to(knobs.lag, (setting.steps,))
+    optimizer, lags = methods.optimizer(knobs, setting.steps), jnp.broadcast_to(knobs.lag, (setting.steps,))
     start = Carry(weights, weights, optimizer.init(weights), jnp.zeros((self.slots, weights.size), weights.dtype))
 
     def update(carry: Carry, version: Array) -> tuple[Carry, dict[str, Array]]:

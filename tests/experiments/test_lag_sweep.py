@@ -286,13 +286,26 @@ def test_default_knobs_are_plain_clipped_adam():
   plain = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adam(lambda count: 0.5 * jnp.minimum(1.0, (count + 1) / methods.WARMUP))
   )
-  optimizer = methods.optimizer(knobs)
+  optimizer = methods.optimizer(knobs, 400)
   params = jnp.array([1.0, 2.0])
   state, plain_state = optimizer.init(params), plain.init(params)
   for gradient in ([3.0, 4.0], [3.0, 4.1], [0.1, -0.2]):
     got, state = optimizer.update(jnp.array(gradient), state, params, log_weights=jnp.array([0.0, 5.0]), mean_lag=9.0)
     wanted, plain_state = plain.update(jnp.array(gradient), plain_state, params)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("fall", "share"), [(0.0, (1.0, 1.0, 1.0)), (1.0, (0.9, 0.5, 0.1)), (0.5, (0.95, 0.75, 0.55))])
+def test_a_falling_rate_falls_in_equal_parts(fall, share):
+  optimizer = methods.optimizer(methods.Knobs(rate=0.5, fall=fall), 200)
+  params, state, steps = jnp.ones(1), optimizer.init(jnp.ones(1)), []
+  step = jax.jit(lambda state: optimizer.update(jnp.ones(1), state, params, log_weights=jnp.zeros(2), mean_lag=0.0))
+  for _ in range(181):
+    update, state = step(state)
+    steps.append(float(update[0]))
+  np.testing.assert_allclose(
+    [-steps[i] / 0.5 for i in (20, 100, 180)], share, rtol=1e-4
+  )  # Adam's steps of equal gradients
 
 
 def test_a_traced_choice_of_gac_is_that_choice():
