@@ -281,8 +281,8 @@ def _pieces(width: int) -> list[slice]:
 
 def _mean_product(x: list[Array], y: list[Array]) -> Array:
   """Returns the mean over the width of the product of values in pieces [tokens, piece] each, [tokens, 1]."""
-  total = sum(jnp.sum(a * b, axis=-1, keepdims=True) for a, b in zip(x, y, strict=True))
-  return total / sum(a.shape[-1] for a in x)
+  sums = (jnp.sum(a * b, axis=-1, keepdims=True) for a, b in zip(x, y, strict=True))
+  return functools.reduce(jnp.add, sums) / sum(a.shape[-1] for a in x)
 
 
 def _width_call(x: Array, normed: jnp.dtype, term: jnp.dtype, interpret: bool):
