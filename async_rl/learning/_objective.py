@@ -29,6 +29,8 @@ from async_rl import models
 from async_rl._validation import check_choice
 from async_rl.learning._gae import GAE
 from async_rl.learning._gae import check_unused
+from async_rl.learning._loss_options import check_options
+from async_rl.learning._loss_options import split_options
 
 Array = jax.Array
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
@@ -278,7 +280,8 @@ def objective(
   """Returns an objective made of the registries' entries.
 
   Args:
-    name: one of `OBJECTIVES`, which are the names of `losses.CORRECTIONS`.
+    name: one of `OBJECTIVES`, which are the names of `losses.CORRECTIONS`; its options may follow as text, as in
+      "trm:max_bound=0.5,mean_bound=0.01".
     advantages: a name in `ADVANTAGES`, or a function like those in `losses.ADVANTAGES`.
     aggregate: a name in `AGGREGATIONS`; `None` takes the one that the correction was published with.
     gae: the estimator of advantages="gae"; by default `GAE()`.
@@ -286,33 +289,37 @@ def objective(
       as M2PO's `budget`.
 
   Raises:
-    ValueError: if a name is unknown, or `gae` has options and advantages are of another kind.
-    TypeError: if an option is unknown.
+    ValueError: if a name or an option is unknown, the correction refuses an option's value, or `gae` has options and
+      advantages are of another kind.
+    TypeError: if an option is given twice, as text and by name.
 
   >>> sorted(objective("m2po", budget=0.1).needs)
   ['threshold']
+  >>> objective("ppo_clip:low=0.1,high=0.28").loss.keywords
+  {'low': 0.1, 'high': 0.28}
   >>> objective("sequence_tis", advantages="opob", cap=4.0).needs_exact_norms
   True
   """
+  name, given = split_options(name)
   correction = _look_up(losses.CORRECTIONS, "objective", name)
   if advantages != "gae":
     check_unused(gae, "*advantages*='gae'", advantages)
   estimators = {**losses.ADVANTAGES, "gae": gae or GAE()}
   estimator = _look_up(estimators, "advantages", advantages) if isinstance(advantages, str) else advantages
   aggregation = PUBLISHED_AGGREGATIONS.get(name, "sequence_mean") if aggregate is None else aggregate
+  options = dict(**given, **options)
   statistics = dict(losses.STATISTICS)
-  for needed in losses.needs(correction):
-    if needed in statistics:
-      accepted = inspect.signature(statistics[needed]).parameters
-      own = {key: options.pop(key) for key in list(options) if key in accepted}
-      statistics[needed] = functools.partial(statistics[needed], **own)
-  _check_options(name, correction, options)
-  return Objective(
-    functools.partial(correction, **options) if options else correction,
-    estimator,
-    _look_up(AGGREGATIONS, "aggregate", aggregation),
-    statistics,
-  )
+  needed = [key for key in losses.needs(correction) if key in statistics]
+  check_options(name, [correction, *(statistics[key] for key in needed)], options)
+  own = dict(options)
+  for key in needed:
+    accepted = inspect.signature(statistics[key]).parameters
+    statistics[key] = functools.partial(statistics[key], **{x: own.pop(x) for x in list(own) if x in accepted})
+  loss = functools.partial(correction, **own) if own else correction
+  made = Objective(loss, estimator, _look_up(AGGREGATIONS, "aggregate", aggregation), statistics)
+  if options:
+    _call_on_shapes(made)
+  return made
 
 
 def likelihood_objective() -> Objective:
@@ -334,11 +341,9 @@ def _look_up(registry: Mapping[str, Any], argument: str, name: str) -> Any:
   return registry[name]
 
 
-def _check_options(name: str, correction: Callable[..., Any], options: Mapping[str, Any]) -> None:
-  parameters = inspect.signature(correction).parameters.values()
-  if any(p.kind is p.VAR_KEYWORD for p in parameters):
-    return  # it passes them on and is told what is wrong when it is called
-  accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
-  for option in options:
-    if option not in accepted:
-      raise TypeError(f"*{option}* is not an option of {name!r}, which takes {', '.join(accepted) or 'none'}.")
+def _call_on_shapes(objective: Objective) -> None:
+  """Traces the loss and what it needs, so that they refuse bad options before a run begins."""
+  zeros = jnp.zeros((1, 1))
+  stats = models.TokenStats(zeros, zeros, zeros)
+  batch = BatchQuantities(zeros[0], jnp.zeros(1, int), zeros == 0, zeros, zeros.astype(int), stats)
+  jax.eval_shape(lambda: objective.loss(zeros, zeros, zeros, batch.mask, **objective.loss_options(batch)))

@@ -14,8 +14,6 @@ References:
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -126,7 +124,12 @@ def a3po(
   lag: ArrayLike,
   linear: bool = False,
   behavior_at_zero: bool = False,
-  **options: Any,
+  low: float = 0.2,
+  high: float = 0.2,
+  dual_clip: float | None = None,
+  weighted: bool = True,
+  weight_cap: float | None = None,
+  weight_reject: float | None = None,
 ) -> PolicyLoss:
   """Decoupled PPO whose proximal policy is interpolated by the lag [B, T] of each token: `interpolated_proximal`.
 
@@ -138,7 +141,12 @@ def a3po(
     lag: int [B, T], the learner's version minus the version that drew the token.
     linear: whether probabilities are interpolated, not log-probabilities.
     behavior_at_zero: whether π_prox is μ at lag 0, as in the released code.
-    **options: the options of `decoupled_ppo`: the clip, and a cap or a mask on the behavior weight.
+    low: the ratio r is held above 1 − low where A < 0.
+    high: the ratio r is held below 1 + high where A > 0.
+    dual_clip: where A < 0, r is also held below this; None for no bound.
+    weighted: False drops the behavior weight π_prox/μ.
+    weight_cap: truncates the behavior weight; None for no cap.
+    weight_reject: rejects the tokens whose behavior weight is above it; None keeps all.
 
   >>> one = jnp.ones((1, 1))  # α = 1/2 between μ = 0.1 and π_θ = 0.9: r = 3 is held at 1.2, times the weight 3
   >>> a3po(jnp.log(0.9 * one), jnp.log(0.1 * one), jnp.array([1.0]), one > 0, lag=jnp.array([[2]])).loss.round(4)
@@ -146,4 +154,16 @@ def a3po(
   """
   check_mask(mask, logprobs=logprobs, behavior=behavior, lag=lag)
   proximal = interpolated_proximal(logprobs, behavior, lag, linear=linear, behavior_at_zero=behavior_at_zero)
-  return decoupled_ppo(logprobs, behavior, advantages, mask, proximal=proximal, **options)
+  return decoupled_ppo(
+    logprobs,
+    behavior,
+    advantages,
+    mask,
+    proximal=proximal,
+    low=low,
+    high=high,
+    dual_clip=dual_clip,
+    weighted=weighted,
+    weight_cap=weight_cap,
+    weight_reject=weight_reject,
+  )

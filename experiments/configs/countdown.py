@@ -24,7 +24,7 @@ class Options:
   numbers: tuple[int, int] = (3, 4)
   #: Problems of the training split, generated at every start, 100 to 200 a second.
   problems: int = 8192
-  #: Policy loss, a name in `losses.CORRECTIONS`.
+  #: Policy loss, a name in `losses.CORRECTIONS`; its constants may follow, as in trm:max_bound=0.5,mean_bound=0.01.
   objective: str = "topr"
   #: Advantages, a name in `learning.ADVANTAGES`.
   advantages: str = "dr_grpo"

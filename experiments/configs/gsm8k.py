@@ -30,7 +30,7 @@ class Options:
   supervised_steps: int = 350
   #: Learning rate of supervised training.
   supervised_rate: float = 1e-4
-  #: Policy loss, a name in `losses.CORRECTIONS`.
+  #: Policy loss, a name in `losses.CORRECTIONS`; its constants may follow, as in trm:max_bound=0.5,mean_bound=0.01.
   objective: str = "topr"
   #: Advantages, a name in `learning.ADVANTAGES`.
   advantages: str = "dr_grpo"

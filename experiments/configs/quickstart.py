@@ -26,7 +26,7 @@ class Options:
   numbers: int = 3
   #: Accuracy of samples at which the supervised warm start stops; 0: no warm start.
   warm_accuracy: float = 0.2
-  #: Policy loss, a name in `losses.CORRECTIONS`.
+  #: Policy loss, a name in `losses.CORRECTIONS`; its constants may follow, as in trm:max_bound=0.5,mean_bound=0.01.
   objective: str = "topr"
   #: Advantages, a name in `learning.ADVANTAGES`.
   advantages: str = "dr_grpo"

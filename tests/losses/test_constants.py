@@ -40,6 +40,7 @@ SIGNED = {("missing_end_rewards", "reward")}
 UNBOUNDED = {
   *(("icepop", "high"), ("sequence_mask", "high"), ("geometric_mask", "high"), ("cispo", "high")),
   *(("ppo_clip", "high"), ("gspo", "high"), ("proximal_rloo", "high"), ("decoupled_ppo", "high"), ("sat", "high")),
+  *(("a3po", key) for key in ("high", "dual_clip", "weight_cap", "weight_reject")),
   *(("token_tis", "cap"), ("sequence_tis", "cap"), ("topr", "cap"), ("kl_loss", "cap"), ("opob_gradient", "cap")),
   *(("m2po", "threshold"), ("second_moment_threshold", "budget"), ("dppo", "bound"), ("opsm", "delta")),
   *(("estr", "tau"), ("trm", "max_bound"), ("trm", "mean_bound"), ("sat", "log_ratio_scale")),
@@ -77,7 +78,7 @@ def call(name, **options):
   if name == "aggregate":
     options = {"max_length": 8} | options
   needed = [key for key, p in inspect.signature(function).parameters.items() if p.default is p.empty]
-  needed = {key: (arrays | GOOD)[key] for key in needed if key not in options and key != "options"}
+  needed = {key: (arrays | GOOD)[key] for key in needed if key not in options}
   return function(**needed, **options)
 
 
