@@ -32,6 +32,7 @@ ALLOWED["sampling"] = ALLOWED["learning"] = {
   "_arrays",
   "_buckets",
   "_paths",
+  "_suggestions",
   "_validation",
   "stabilizers",
   "losses",
@@ -39,7 +40,7 @@ ALLOWED["sampling"] = ALLOWED["learning"] = {
   "tasks",
 }
 ALLOWED["rollout"] = ALLOWED["recording"] = ALLOWED["sampling"] | {"sampling", "learning", "_monitor"}
-ALLOWED["runtime"] = ALLOWED["rollout"] | {"rollout", "recording", "_suggestions"}
+ALLOWED["runtime"] = ALLOWED["rollout"] | {"rollout", "recording"}
 
 
 def folder_of(module):
