@@ -302,6 +302,7 @@ TABLES: dict[str, Callable[[], str]] = {
   "real 512 lag 8, signs": lambda: real.sign_table(results.real_lag_8()),
   **_of_start("real 512 lags", results.real_lags),
   **_of_start("real 512 seed 1", results.real_seed_1),
+  **_of_start("real 512 seed 2", results.real_seed_2),
   "real 512, repeats": lambda: real.repeat_table(results.real_starts(), real_model.SCALES[512].evaluated),
   "real 512, warnings": lambda: real.warning_table(results.real_predictions()),
 }
