@@ -53,6 +53,8 @@ CONTROL_OF = {
   "TOPR, momentum .97": "TOPR",
   "TOPR, momentum .5": "TOPR",
   "TOPR, momentum 0": "TOPR",
+  "TOPR, falling rate": "TOPR",
+  "TOPR, momentum .5, falling rate": "TOPR, momentum .5",
   "TOPR + ahead": "TOPR",
   "successes alone": "TOPR",
   "seq TIS, cap 1": "TOPR",
@@ -70,6 +72,7 @@ CONTROL_OF = {
   "VCPO, exact": "seq TIS",
   "sequence PPO": "PPO",
   "sequence PPO, momentum .97": "sequence PPO",
+  "sequence PPO, momentum .97, falling rate": "sequence PPO, momentum .97",
   "sequence PPO + ahead, momentum .97": "sequence PPO, momentum .97",
   "sequence PPO, means": "sequence PPO",
   "sequence PPO, momentum .5": "sequence PPO",
@@ -81,6 +84,7 @@ CONTROL_OF = {
   "sequence PPO + OPOB, exact + ahead": "sequence PPO + OPOB, exact",
   "sequence PPO + OPOB, exact, momentum .97": "sequence PPO + OPOB, exact",
   "sequence PPO + OPOB, exact + ahead, momentum .97": "sequence PPO + OPOB, exact, momentum .97",
+  "sequence PPO + OPOB, exact, momentum .97, falling rate": "sequence PPO + OPOB, exact, momentum .97",
 }
 
 
@@ -138,6 +142,7 @@ class Row(NamedTuple):
     edge: whether that is the highest or lowest of the rates tried there, so that a better one may lie beyond.
     sync: the row of sync.
     sync_exact: the row of sync with exact OPOB, for a method that uses it at a lag.
+    sync_falling: the row of sync whose learning rate falls, for a method whose rate does at a lag.
     control: the row of its control.
   """
 
@@ -146,6 +151,7 @@ class Row(NamedTuple):
   edge: bool
   sync: int | None
   sync_exact: int | None
+  sync_falling: int | None
   control: int | None
 
 
@@ -174,6 +180,7 @@ class Study:
       raise ValueError("there is no sync run on every seed at the rate chosen on earlier seeds; make it first.")
     self.sync = sync
     self._sync_exact = self._row("sync, OPOB exact", 0)
+    self._sync_falling = self._row("sync, falling rate", 0)
     self.rows = {lag: self._rows(lag) for lag in lags}
     self.comparisons = sum(other is not None for rows in self.rows.values() for row in rows for other in row[3:])
 
@@ -195,10 +202,11 @@ class Study:
     for index, (method, k, rate) in enumerate(self.fresh.configs):
       if k == lag:
         exact = self._sync_exact if lag and method in methods.EXACT_NORMS else None
+        falling = self._sync_falling if lag and methods.METHODS[method].get("fall") else None
         control = self._row(CONTROL_OF[method], lag, rate) if lag and method in CONTROL_OF else None
         sync = None if index == self.sync else self.sync
         best, edge = self._choice(method, lag)
-        rows.append(Row(index, rate == best, rate == best and edge, sync, exact, control))
+        rows.append(Row(index, rate == best, rate == best and edge, sync, exact, falling, control))
     return sorted(rows, key=lambda row: -float(self.fresh.accuracy[row.config].mean()))
 
   def accuracy(self, method: str, lag: int, rate: float) -> np.ndarray:
@@ -214,18 +222,21 @@ class Study:
     return any(row.edge for row in self.rows[config[1]] if self.fresh.configs[row.config] == config)
 
   def table(self, lag: int) -> str:
-    """Returns the table of a lag: accuracy, and the differences to sync, to sync with exact OPOB, and to a control."""
+    """Returns the table of a lag: accuracy, and the differences to sync, to sync with exact OPOB or a rate that falls,
+    of which there is a column if the study has it, and to a control."""
+    alike = {"OPOB exact": "sync_exact"} | ({} if self._sync_falling is None else {"falling rate": "sync_falling"})
     lines = []
     for row in self.rows[lag]:
       method, _, rate = self.fresh.configs[row.config]
       line = [method, rate_text(rate) + " c" * row.chosen + "*" * row.edge, measure(self.fresh.accuracy[row.config], 3)]
       line.append(self._difference(row.config, row.sync))
       if lag:
-        line += [self._difference(row.config, row.sync_exact), self._name(row.control, rate)]
-        line.append(self._difference(row.config, row.control))
+        line += [self._difference(row.config, getattr(row, name)) for name in alike.values()]
+        line += [self._name(row.control, rate), self._difference(row.config, row.control)]
       lines.append(line)
     header = [f"lag {lag}" if lag else "no lag", "rate", "accuracy", "minus sync"]
-    return grid(header + (["minus sync, OPOB exact", "control", "minus control"] if lag else []), lines)
+    others = [*(f"minus sync, {name}" for name in alike), "control", "minus control"]
+    return grid(header + (others if lag else []), lines)
 
   def chosen(self, method: str, lag: int) -> float:
     """Returns the rate chosen for a method at a lag, of those that were run here."""

@@ -6,6 +6,7 @@ import functools
 
 from experiments.reproductions import _async_rlhf_plan as rlhf_plans
 from experiments.reproductions import _lag_sweep_map as maps
+from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _real_model_report as real
@@ -23,6 +24,11 @@ MISSING = paired.Split(reports.RESULTS / "missing_methods", "ch4", range(3300, 3
 REMAINING = paired.Split(reports.RESULTS / "remaining_methods", "ch4", range(3500, 3503), range(3400, 3420))
 #: The study of every correction at every lag.
 EVERY_LAG = paired.Split(reports.RESULTS / "every_lag", "ch4", range(3700, 3703), range(3600, 3620))
+#: The study of short lags, and of what that of every lag was stopped before.
+SHORT_LAG = paired.Split(reports.RESULTS / "short_lag", "ch4", range(3900, 3903), range(3800, 3820))
+#: The study of learning rates that fall, and further seeds of what is nearest to sync.
+FALLING = paired.Split(reports.RESULTS / "falling_rate", "ch4", range(4000, 4003), range(4100, 4120))
+NEAREST = paired.Split(reports.RESULTS / "falling_rate", "ch4", (), range(4200, 4300))
 SORTING = paired.Split(reports.RESULTS / "small_sorting", "sort10", range(5100, 5102), range(5000, 5006))
 #: The maps of GAC on the toy and on ch4, at lag 10 and, from other warm starts, at lag 32.
 GAC_WORDS = paired.Split(reports.RESULTS / "gac_words", "words", range(100), range(100, 1000))
@@ -38,7 +44,7 @@ def earlier() -> Table:
 
 def tries() -> list[Table]:
   """Returns the runs that the studies of ch4 tried rates on, the last ones first."""
-  return [EVERY_LAG.tries, REMAINING.tries, MISSING.tries, LATER.tries, earlier()]
+  return [FALLING.tries, SHORT_LAG.tries, EVERY_LAG.tries, REMAINING.tries, MISSING.tries, LATER.tries, earlier()]
 
 
 @functools.cache
@@ -50,26 +56,45 @@ def study() -> paired.Study:
 @functools.cache
 def later() -> paired.Study:
   """Returns the study of later methods."""
-  return paired.Study(LATER.fresh, tries()[3:])
+  return paired.Study(LATER.fresh, tries()[5:])
 
 
 @functools.cache
 def missing() -> paired.Study:
   """Returns the study of missing methods."""
-  return paired.Study(MISSING.fresh, tries()[2:])
+  return paired.Study(MISSING.fresh, tries()[4:])
 
 
 @functools.cache
 def remaining() -> paired.Study:
   """Returns the study of remaining methods."""
-  return paired.Study(REMAINING.fresh, tries()[1:], (0, 4, 10, 32, 128))
+  return paired.Study(REMAINING.fresh, tries()[3:], (0, 4, 10, 32, 128))
 
 
 @functools.cache
 def every_lag() -> paired.Study:
   """Returns the study of every correction at every lag; its plan takes two methods' rates from the earlier runs."""
-  own, *others = tries()
+  own, *others = tries()[2:]
   return paired.Study(EVERY_LAG.fresh, [own, earlier().among(("PPO", "M2PO")), *others], (0, 4, 10, 32, 128))
+
+
+@functools.cache
+def short_lag() -> paired.Study:
+  """Returns the study of short lags; TOPR's rate had been chosen in that of remaining methods."""
+  topr = REMAINING.tries.among(("TOPR",))
+  return paired.Study(SHORT_LAG.fresh, [topr, *tries()[1:]], (0, 4, 10, 32))
+
+
+@functools.cache
+def falling() -> paired.Study:
+  """Returns the study of learning rates that fall; rates that do not fall are those chosen before."""
+  return paired.Study(FALLING.fresh, tries())
+
+
+@functools.cache
+def nearest() -> paired.Study:
+  """Returns further seeds of what is nearest to sync."""
+  return paired.Study(NEAREST.fresh, tries()[4:], (0, 10))
 
 
 @functools.cache
@@ -80,7 +105,7 @@ def sorting() -> paired.Study:
 
 def studies() -> list[paired.Study]:
   """Returns all studies on fresh seeds of ch4."""
-  return [study(), later(), missing(), remaining(), every_lag()]
+  return [study(), later(), missing(), remaining(), every_lag(), short_lag(), falling(), nearest()]
 
 
 @functools.cache
@@ -99,6 +124,13 @@ def gac_ch4() -> maps.Map:
 def gac_ch4_32() -> maps.Map:
   """Returns the map of GAC on ch4 at lag 32, whose warm starts are not those of lag 10."""
   return maps.Map(GAC_CH4_32.tries, GAC_CH4_32.fresh)
+
+
+@functools.cache
+def gac_ch4_4() -> maps.Map:
+  """Returns the map of GAC on TOPR on ch4 at lag 4, of the study of short lags."""
+  names = {"TOPR", *methods.GAC_ON["GAC on TOPR"], *methods.GAC_CONTROLS["GAC at random, TOPR"]}
+  return maps.Map(SHORT_LAG.tries.among(names), SHORT_LAG.fresh.among(names))
 
 
 @functools.cache

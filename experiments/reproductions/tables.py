@@ -20,6 +20,7 @@ import numpy as np
 
 from experiments.reproductions import _async_rlhf_report as rlhf_reports
 from experiments.reproductions import _lag_sweep_map as maps
+from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_report as reports
 from experiments.reproductions import _lag_sweep_second as second
@@ -83,6 +84,19 @@ RIVALS_AT_EVERY_LAG = (
   ("PPO", 128, 1e-4),
   ("M2PO, signed", 128, 5e-5),
 )
+#: The same of the studies of short lags and of learning rates that fall.
+RIVALS_AT_LAG_4 = (
+  ("TOPR, momentum .5", 4, 2e-4),
+  ("TOPR + GAC .05/.8", 4, 2e-4),
+  ("PPO, MaxRL", 4, 2e-4),
+)
+RIVALS_THAT_FALL = (
+  ("TOPR, momentum .5, falling rate", 10, 8e-4),
+  ("sequence PPO + OPOB, exact, momentum .97, falling rate", 10, 4e-4),
+  ("sequence PPO, momentum .97, falling rate", 10, 4e-4),
+  ("TOPR, momentum .5, falling rate", 32, 8e-4),
+)
+_ALL_RIVALS = (*RIVALS, *RIVALS_AT_EVERY_LAG, *RIVALS_AT_LAG_4, *RIVALS_THAT_FALL)
 
 #: The methods published later or of the same kind, of which a table says at which lags they were run.
 COVERED = (
@@ -105,9 +119,8 @@ INGREDIENTS = (
 def comparisons() -> int:
   """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, and of TOPR by lag."""
   over_several = len(several.shared(results.studies())) + len(INGREDIENTS)
-  rivals_of_topr = len(RIVALS) + len(RIVALS_AT_EVERY_LAG)
   by_lag = sum(lag > 0 for lag in results.every_lag().rows) - 1
-  return sum(x.comparisons for x in results.studies()) + over_several + rivals_of_topr + by_lag
+  return sum(x.comparisons for x in results.studies()) + over_several + len(_ALL_RIVALS) + by_lag
 
 
 def all_comparisons() -> str:
@@ -115,7 +128,7 @@ def all_comparisons() -> str:
   configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
-    " five studies, over the seeds of several, with TOPR, and of TOPR by lag."
+    " eight studies, over the seeds of several, with TOPR, and of TOPR by lag."
   )
 
 
@@ -152,14 +165,18 @@ def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
 ANSWERS = (
   (0, "plain policy gradient, Adam as usual (sync)", ("sync", 0, 2e-4)),
   (0, "the same with exact OPOB", ("sync, OPOB exact", 0, 2e-4)),
+  (0, "sync with twice the rate, which falls to 0", ("sync, falling rate", 0, 4e-4)),
   (4, "TOPR, Adam as usual", ("TOPR", 4, 2e-4)),
+  (4, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 4, 2e-4)),
   (4, "TRM with 100 times its published bounds, Adam as usual", ("TRM, bounds x 100", 4, 2e-4)),
   (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
+  (10, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 10, 8e-4)),
   (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
   (10, "the same with exact OPOB", ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4)),
   (10, "the same with exact OPOB and the lead", ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4)),
   (32, "TOPR, Adam as usual", ("TOPR", 32, 2e-4)),
   (32, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 32, 2e-4)),
+  (32, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 32, 8e-4)),
   (128, "TOPR, Adam as usual", ("TOPR", 128, 2e-4)),
 )
 
@@ -215,8 +232,9 @@ def _of_study(
 
 
 def _rates(name: str, runs: paired.Split, lags: tuple[int, ...]) -> dict[str, Callable[[], str]]:
-  """Returns the tables of the rates that runs tried, by name."""
-  by_rate = lambda lag: reports.by_rate(runs.tries, lag)
+  """Returns the tables of the rates that runs tried, by name, without GAC, whose map is another page's."""
+  mapped = {method for group in methods.GAC_ON.values() for method in group}
+  by_rate = lambda lag: reports.by_rate(runs.tries.among(set(runs.tries.methods()) - mapped), lag)
   return {f"{name}, rates, lag {lag}": functools.partial(by_rate, lag) for lag in lags}
 
 
@@ -254,6 +272,12 @@ TABLES: dict[str, Callable[[], str]] = {
   **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.REMAINING),
   **_of_study("every lag", results.every_lag, (4, 10, 32, 128), results.EVERY_LAG),
   "every lag, against TOPR": lambda: rivals(RIVALS_AT_EVERY_LAG),
+  **_of_study("short lag", results.short_lag, (4, 10, 32), results.SHORT_LAG),
+  **_rates("short lag", results.SHORT_LAG, (128,)),
+  "short lag, against TOPR": lambda: rivals(RIVALS_AT_LAG_4),
+  **_of_study("falling", results.falling, (10, 32), results.FALLING),
+  "falling, against TOPR": lambda: rivals(RIVALS_THAT_FALL),
+  **_of_study("nearest", results.nearest, (10,)),
   "TOPR by loss": lambda: several.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", (4, 10, 32, 128), 2e-4),
   "TOPR by lag": lambda: several.by_lag([results.remaining(), results.every_lag()], "TOPR", comparisons()),
   "covered": lambda: several.coverage(
@@ -282,6 +306,7 @@ TABLES: dict[str, Callable[[], str]] = {
   **_of_map("gac, words", results.gac_words),
   **_of_map("gac, ch4", results.gac_ch4),
   **_of_map("gac, ch4, lag 32", results.gac_ch4_32),
+  **_of_map("gac, ch4, lag 4", results.gac_ch4_4),
   "rlhf, counts": lambda: rlhf_reports.counts(results.all_looks(), async_rlhf.STUDY),
   "rlhf, rates": lambda: rlhf_reports.rates(results.all_looks(), async_rlhf.STUDY),
   "rlhf": lambda: rlhf_reports.table(results.looks()),
@@ -337,6 +362,8 @@ def main(arguments: list[str] | None = None) -> None:
   results.missing().draw(reports.RESULTS / "missing_methods.png")
   results.remaining().draw(reports.RESULTS / "remaining_methods.png")
   results.every_lag().draw(reports.RESULTS / "every_lag.png")
+  results.short_lag().draw(reports.RESULTS / "short_lag.png")
+  results.falling().draw(reports.RESULTS / "falling_rate.png")
   second.draw(columns(), TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 
