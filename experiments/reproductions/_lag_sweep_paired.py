@@ -288,10 +288,10 @@ class Study:
       axis.grid(axis="x", linewidth=0.3)
       axis.set_ylim(-0.7, len(rows) - 0.3)
       axis.set_title(f"lag {lag}" if lag else "no lag", loc="left", fontsize=9)
-    axes[-1, 0].legend(fontsize=8, loc="upper left")
+    figure.legend(*axes[-1, 0].get_legend_handles_labels(), fontsize=8, ncols=2, loc="upper right")
     rate, seeds = self.fresh.configs[self.sync][2], len(self.fresh.seeds)
     label = f"accuracy minus sync at {rate_text(rate)}, paired over {seeds} fresh seeds, with 95 % intervals"
     figure.supxlabel(f"{label} (* an edge of the rates tried)", fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.1 / size[1]))  # but for what the legend has beside the first title
     figure.savefig(file, dpi=110)
     plt.close(figure)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from experiments.reproductions import _async_rlhf_report as rlhf_reports
+from experiments.reproductions import _compared as compared
 from experiments.reproductions import _lag_sweep_map as maps
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_paired as paired
@@ -48,79 +49,13 @@ def counts(study: paired.Study) -> str:
   )
 
 
-#: What might be advised in place of TOPR at a lag, at the rates of the studies.
-RIVALS = (
-  ("VESPO", 4, 2e-4),
-  ("DPPO", 4, 1e-4),
-  ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4),
-  ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4),
-  ("sequence PPO, momentum .97", 10, 2e-4),
-  ("VESPO", 10, 2e-4),
-  ("DPPO", 10, 1e-4),
-  ("sequence PPO + OPOB, exact", 32, 1e-4),
-  ("VESPO", 32, 2e-4),
-  ("DPPO", 32, 1e-4),
-  ("SAPO", 32, 2e-5),
-  ("VESPO", 128, 2e-4),
-  ("DPPO", 128, 1e-4),
-  ("SAPO", 128, 2e-5),
-)
-#: The same of the study of every lag.
-RIVALS_AT_EVERY_LAG = (
-  ("TRM, bounds x 100", 4, 2e-4),
-  ("ESTR, tau 4", 4, 2e-4),
-  ("PPO", 4, 1e-4),
-  ("M2PO, signed", 4, 1e-4),
-  ("TRM, bounds x 10", 10, 2e-4),
-  ("ESTR, tau 4", 10, 1e-4),
-  ("PPO", 10, 1e-4),
-  ("M2PO, signed", 10, 5e-5),
-  ("TRM, bounds x 10", 32, 2e-4),
-  ("ESTR, tau 1", 32, 5e-5),
-  ("PPO", 32, 1e-4),
-  ("M2PO, signed", 32, 5e-5),
-  ("TRM, bounds x 10", 128, 2e-4),
-  ("ESTR, tau 4", 128, 1e-4),
-  ("PPO", 128, 1e-4),
-  ("M2PO, signed", 128, 5e-5),
-)
-#: The same of the studies of short lags and of learning rates that fall.
-RIVALS_AT_LAG_4 = (
-  ("TOPR, momentum .5", 4, 2e-4),
-  ("TOPR + GAC .05/.8", 4, 2e-4),
-  ("PPO, MaxRL", 4, 2e-4),
-)
-RIVALS_THAT_FALL = (
-  ("TOPR, momentum .5, falling rate", 10, 8e-4),
-  ("sequence PPO + OPOB, exact, momentum .97, falling rate", 10, 4e-4),
-  ("sequence PPO, momentum .97, falling rate", 10, 4e-4),
-  ("TOPR, momentum .5, falling rate", 32, 8e-4),
-)
-_ALL_RIVALS = (*RIVALS, *RIVALS_AT_EVERY_LAG, *RIVALS_AT_LAG_4, *RIVALS_THAT_FALL)
-
-#: The methods published later or of the same kind, of which a table says at which lags they were run.
-COVERED = (
-  "TOPR", "PPO", "VESPO", "DPPO", "DPPO + log-squared", "SAPO", "SAT", "PPO, MaxRL", "M2PO", "M2PO, signed",
-  "ESTR, tau .25", "ESTR, tau 1", "ESTR, tau 4", "TRM", "TRM, bounds x 10", "TRM, bounds x 100", "centered",
-  "centered token TIS", "sequence PPO, rate / lag", "TOPR + OPOB, exact", "OPOB, exact",
-)  # fmt: skip
-
-
-#: What an ingredient adds to a method, where several studies have both: with it, without it, lag, and rate of both.
-INGREDIENTS = (
-  ("sequence PPO + OPOB, exact + ahead, momentum .97", "sequence PPO + OPOB, exact, momentum .97", 10, 2e-4),
-  ("sequence PPO + OPOB, exact, momentum .97", "sequence PPO + OPOB, exact", 10, 2e-4),
-  ("sequence PPO, momentum .97", "sequence PPO", 10, 2e-4),
-  ("sequence PPO + OPOB, exact", "sequence PPO", 10, 2e-4),
-  ("sequence PPO + OPOB, exact", "sequence PPO", 32, 1e-4),
-)
-
-
 def comparisons() -> int:
-  """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, and of TOPR by lag."""
-  over_several = len(several.shared(results.studies())) + len(INGREDIENTS)
+  """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, of TOPR by lag, and of what
+  lags cost where rates fall."""
   by_lag = sum(lag > 0 for lag in results.every_lag().rows) - 1
-  return sum(x.comparisons for x in results.studies()) + over_several + len(_ALL_RIVALS) + by_lag
+  over_several = len(several.shared(results.studies())) + len(compared.INGREDIENTS)
+  with_others = len(compared.ALL_RIVALS) + len(compared.FALLING)
+  return sum(x.comparisons for x in results.studies()) + over_several + with_others + by_lag
 
 
 def all_comparisons() -> str:
@@ -128,7 +63,7 @@ def all_comparisons() -> str:
   configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
-    " eight studies, over the seeds of several, with TOPR, and of TOPR by lag."
+    " eight studies, over the seeds of several, with TOPR, of TOPR by lag, and of what lags cost where rates fall."
   )
 
 
@@ -143,7 +78,7 @@ def ingredients() -> str:
   """Returns a row per ingredient: what it adds over the seeds of all studies that have both."""
   rows = [
     [method, other, str(lag), rate_text(rate), *_difference(method, other, lag, rate, rate)]
-    for method, other, lag, rate in INGREDIENTS
+    for method, other, lag, rate in compared.INGREDIENTS
   ]
   return grid(["method", "minus", "lag", "rate", "seeds", "difference"], rows)
 
@@ -161,30 +96,24 @@ def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
   return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
 
 
-#: The answer in short: lag, what to use, and the configuration that was measured.
-ANSWERS = (
-  (0, "plain policy gradient, Adam as usual (sync)", ("sync", 0, 2e-4)),
-  (0, "the same with exact OPOB", ("sync, OPOB exact", 0, 2e-4)),
-  (0, "sync with twice the rate, which falls to 0", ("sync, falling rate", 0, 4e-4)),
-  (4, "TOPR, Adam as usual", ("TOPR", 4, 2e-4)),
-  (4, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 4, 2e-4)),
-  (4, "TRM with 100 times its published bounds, Adam as usual", ("TRM, bounds x 100", 4, 2e-4)),
-  (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
-  (10, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 10, 8e-4)),
-  (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
-  (10, "the same with exact OPOB", ("sequence PPO + OPOB, exact, momentum .97", 10, 2e-4)),
-  (10, "the same with exact OPOB and the lead", ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4)),
-  (32, "TOPR, Adam as usual", ("TOPR", 32, 2e-4)),
-  (32, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 32, 2e-4)),
-  (32, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 32, 8e-4)),
-  (128, "TOPR, Adam as usual", ("TOPR", 128, 2e-4)),
-)
+def costs_of_lags() -> str:
+  """Returns what a lag costs where the learning rates of the method and of sync fall, and where neither does."""
+  study, rows = results.falling(), []
+  gain = study.minus_sync("sync, falling rate", 0, 4e-4)
+  for lag, falling, constant in compared.FALLING:
+    both, neither = (
+      study.minus_sync(falling[0], lag, falling[1]) - gain,
+      study.minus_sync(constant[0], lag, constant[1]),
+    )
+    costs = (verdict(x, comparisons()) for x in (both, neither, both - neither))
+    rows.append([str(lag), *(f"{name} at {rate_text(rate)}" for name, rate in (falling, constant)), *costs])
+  return grid(["lag", "falls", "does not", "cost where both fall", "where neither does", "difference"], rows)
 
 
 def answers() -> str:
   """Returns a row per recommendation, with what was measured on the fresh seeds of all studies that have it."""
   rows = []
-  for lag, advice, config in ANSWERS:
+  for lag, advice, config in compared.ANSWERS:
     found = several.having(results.studies(), config)
     accuracies = np.concatenate([x.accuracy(*config) for x in found])
     difference = verdict(np.concatenate([x.minus_sync(*config) for x in found]), comparisons())
@@ -193,27 +122,10 @@ def answers() -> str:
   return grid(["lag", "use", "seeds", "accuracy", "minus sync"], rows)
 
 
-#: The methods of the second task and size, and the rates of those that the studies of ch4 have at a lag.
-TRANSFERRED = (
-  "TOPR", "sequence PPO + OPOB, exact, momentum .97", "sequence PPO, momentum .97", "PPO", "seq TIS", "no correction",
-)  # fmt: skip
-RATES_OF_SUMS = {
-  ("TOPR", 10): 2e-4,
-  ("sequence PPO + OPOB, exact, momentum .97", 10): 2e-4,
-  ("sequence PPO, momentum .97", 10): 2e-4,
-  ("PPO", 10): 1e-4,
-  ("seq TIS", 10): 1e-4,
-  ("no correction", 10): 1e-5,
-  ("TOPR", 32): 2e-4,
-  ("sequence PPO, momentum .97", 32): 1e-4,
-  ("PPO", 32): 5e-5,
-}
-
-
 def columns() -> list[second.Column]:
   """Returns what the methods were measured on: the task of the advice, twice its width, and another task."""
   return [
-    second.Column("sums, .64M parameters", results.studies(), RATES_OF_SUMS, comparisons()),
+    second.Column("sums, .64M parameters", results.studies(), compared.RATES_OF_SUMS, comparisons()),
     second.Column.of("sums, 2.5M parameters", second.size(), second.comparisons()),
     second.Column.of("sorting, .64M parameters", second.lower(), second.comparisons()),
   ]
@@ -264,32 +176,33 @@ TABLES: dict[str, Callable[[], str]] = {
   "answers": answers,
   "all comparisons": all_comparisons,
   "several studies": lambda: several.together(results.studies(), comparisons()),
-  "rivals": lambda: rivals(RIVALS),
+  "rivals": lambda: rivals(compared.RIVALS),
   "ingredients": ingredients,
   **_of_study("fresh", results.study, (10, 32)),
   **_of_study("later", results.later, (10, 32), results.LATER),
   **_of_study("missing", results.missing, (10, 32), results.MISSING),
   **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.REMAINING),
   **_of_study("every lag", results.every_lag, (4, 10, 32, 128), results.EVERY_LAG),
-  "every lag, against TOPR": lambda: rivals(RIVALS_AT_EVERY_LAG),
+  "every lag, against TOPR": lambda: rivals(compared.RIVALS_AT_EVERY_LAG),
   **_of_study("short lag", results.short_lag, (4, 10, 32), results.SHORT_LAG),
   **_rates("short lag", results.SHORT_LAG, (128,)),
-  "short lag, against TOPR": lambda: rivals(RIVALS_AT_LAG_4),
+  "short lag, against TOPR": lambda: rivals(compared.RIVALS_AT_LAG_4),
   **_of_study("falling", results.falling, (10, 32), results.FALLING),
-  "falling, against TOPR": lambda: rivals(RIVALS_THAT_FALL),
+  "falling, costs": costs_of_lags,
+  "falling, against TOPR": lambda: rivals(compared.RIVALS_THAT_FALL),
   **_of_study("nearest", results.nearest, (10,)),
   "TOPR by loss": lambda: several.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", (4, 10, 32, 128), 2e-4),
   "TOPR by lag": lambda: several.by_lag([results.remaining(), results.every_lag()], "TOPR", comparisons()),
   "covered": lambda: several.coverage(
     results.studies(),
     results.tries(),
-    COVERED,
+    compared.COVERED,
     (4, 10, 32, 128),
   ),
   "sorting, counts": lambda: counts(results.sorting()),
   "sorting, no lag": lambda: results.sorting().table(0),
   "sorting, lag 10": lambda: results.sorting().table(10),
-  "transfer": lambda: second.beside(columns(), TRANSFERRED, (10, 32)),
+  "transfer": lambda: second.beside(columns(), compared.TRANSFERRED, (10, 32)),
   "second, counts": second.counts,
   "second, starts": second.starts_table,
   "second task": second.task_table,
@@ -364,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
   results.every_lag().draw(reports.RESULTS / "every_lag.png")
   results.short_lag().draw(reports.RESULTS / "short_lag.png")
   results.falling().draw(reports.RESULTS / "falling_rate.png")
-  second.draw(columns(), TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
+  second.draw(columns(), compared.TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from experiments.reproductions import _compared as compared
 from experiments.reproductions import _lag_sweep_plan as plans
 from experiments.reproductions import _lag_sweep_second as second
 from experiments.reproductions import _lag_sweep_table as sweep
@@ -97,7 +98,7 @@ def test_the_rates_at_an_edge_in_the_study_of_remaining_methods_are_those_that_t
   study = results.remaining()
   edges = [study.fresh.configs[row.config] for rows in study.rows.values() for row in rows if row.edge]
   assert edges == [("SAPO", 4, 5e-5), ("SAPO", 10, 5e-5), ("PPO", 32, 5e-5)]
-  assert not {(method, lag) for method, lag, _ in edges} & {(method, lag) for method, lag, _ in tables.RIVALS}
+  assert not {(method, lag) for method, lag, _ in edges} & {(method, lag) for method, lag, _ in compared.RIVALS}
 
 
 def test_the_maps_of_gac_on_sums_have_the_same_seeds_and_other_warm_starts():

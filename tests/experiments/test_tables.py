@@ -10,6 +10,7 @@ import pytest
 
 from async_rl import learning
 from async_rl import models
+from experiments.reproductions import _compared as compared
 from experiments.reproductions import _intervals as intervals
 from experiments.reproductions import _lag_sweep_gac as gac
 from experiments.reproductions import _lag_sweep_losses as sweep_losses
@@ -50,6 +51,8 @@ OTHERS = ("GSM8K", "the same with Gemma", "colabs/")
     (tables.PAGES / "which_correction_details.md", 10),
     (tables.PAGES / "nearest_to_sync.md", 10),
     (tables.PAGES / "every_lag.md", 30),
+    (tables.PAGES / "short_lag.md", 8),
+    (tables.PAGES / "falling_rate.md", 10),
     (tables.PAGES / "second_task.md", 10),
     (tables.PAGES.parent / "README.md", 10),
     (tables.PAGES.parents[1] / "README.md", 3),
@@ -59,6 +62,8 @@ OTHERS = ("GSM8K", "the same with Gemma", "colabs/")
     "its details",
     "nearest to sync",
     "every lag",
+    "short lag",
+    "falling rate",
     "second task",
     "experiments",
     "the first page",
@@ -87,6 +92,8 @@ def _example(code: str) -> learning.Objective:
     ("which_correction", 0, "topr", False),
     ("which_correction", 1, "sequence_ppo", True),
     ("every_lag", 0, "trm_100", False),
+    ("short_lag", 0, "topr", False),
+    ("falling_rate", 0, "topr", False),
   ],
 )
 def test_an_example_on_a_page_is_what_was_measured(page, place, loss, exact):
@@ -106,7 +113,9 @@ def test_an_example_on_a_page_is_what_was_measured(page, place, loss, exact):
   assert objective.needs_exact_norms is exact
 
 
-@pytest.mark.parametrize("name", ["study", "later", "missing", "remaining", "every_lag"])
+@pytest.mark.parametrize(
+  "name", ["study", "later", "missing", "remaining", "every_lag", "short_lag", "falling", "nearest"]
+)
 def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
   study = getattr(results, name)()
   shown = [line.split("|")[4:] for lag in study.rows for line in study.table(lag).splitlines()[2:]]
@@ -116,7 +125,8 @@ def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
 
 
 def test_all_comparisons_are_counted():
-  shown = [tables.TABLES[name]() for name in ("rivals", "every lag, against TOPR", "ingredients", "several studies")]
+  names = [name for name in tables.TABLES if name.endswith("against TOPR")]
+  shown = [tables.TABLES[name]() for name in (*names, "rivals", "ingredients", "several studies", "falling, costs")]
   shown.append("\n".join(line for line in tables.TABLES["TOPR by lag"]().splitlines() if not line.startswith("| 4 ")))
   extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
   assert all("±" in cell for cell in extra)
@@ -131,7 +141,7 @@ def test_all_runs_and_seeds_are_counted():
 
 
 def test_rivals_of_topr_are_compared_by_seed():
-  (line,) = [x for x in tables.rivals(tables.RIVALS).splitlines() if x.startswith("| VESPO | 10 ")]
+  (line,) = [x for x in tables.rivals(compared.RIVALS).splitlines() if x.startswith("| VESPO | 10 ")]
   differences = np.subtract(*(results.later().minus_sync(name, 10, 2e-4) for name in ("VESPO", "TOPR")))
   assert line.split(" | ")[3:] == ["20", intervals.verdict(differences, tables.comparisons()) + " |"]
 
