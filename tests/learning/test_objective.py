@@ -1,6 +1,7 @@
 """Objectives: every name of the registries trains, and gets what it needs of the whole batch."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -31,6 +32,16 @@ RLHF = [(method, kl) for method in ("rloo", "proximal_rloo", "ppo") for kl in ("
 RLHF += [(method, "reward") for method in ("online_dpo", "ipo", "best_of_n")]
 
 
+#: Every objective that the registries make, by a name to be read.
+EVERY = {
+  **{name: learning.objective(name, **WIDE.get(name, {})) for name in learning.OBJECTIVES},
+  **{f"sequence_tis, {name}": learning.objective("sequence_tis", advantages=name) for name in learning.ADVANTAGES},
+  **{f"{method}, KL in the {kl}": learning.rlhf_objective(method, kl=kl) for method, kl in RLHF},
+}
+#: One of each kind that a learner treats alike: those that need the same of the batch.
+KINDS = {(objective.needs, objective.gae is None): name for name, objective in reversed(EVERY.items())}
+
+
 def trained(objective):
   """The change of the parameters by two steps on stale data, and the metrics of the second."""
   shape = shape_of(rows=2, row_tokens=40, prompt_tokens=7)
@@ -45,26 +56,52 @@ def trained(objective):
   return jax.tree.map(np.subtract, jax.device_get(state.params), before), metrics
 
 
-def assert_trains(objective):
-  change, metrics = trained(objective)
+@pytest.mark.parametrize("name", KINDS.values())
+def test_every_kind_of_objective_trains(name):
+  change, metrics = trained(EVERY[name])
   assert max(np.abs(x).max() for x in jax.tree.leaves(change)) > 1e-6
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(change))
   assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("name", learning.OBJECTIVES)
-def test_every_correction_trains(name):
-  assert_trains(learning.objective(name, **WIDE.get(name, {})))
+@functools.cache
+def quantities():
+  """Those of a batch, [16, 12], of which a policy makes log-probabilities in (-3, 0)."""
+  batch, rng = learning.pack(make_groups(), shape_of()), np.random.default_rng(1)
+  plane = lambda low, high: jnp.asarray(rng.uniform(low, high, batch.mask.shape), jnp.float32)
+  return learning.BatchQuantities(
+    rewards=batch.rewards,
+    groups=batch.groups,
+    mask=batch.mask,
+    behavior=batch.logprobs,
+    lag=jnp.where(batch.mask, 5 - batch.versions, 0),
+    stats=models.TokenStats(plane(-3, 0), plane(0, 3), plane(0, 1), plane(-1, 1)),
+    reference=plane(-3, 0),
+    squared_norms=jnp.asarray(rng.uniform(1, 9, len(batch.rewards)), jnp.float32),
+  )
 
 
-@pytest.mark.parametrize("name", learning.ADVANTAGES)
-def test_every_baseline_trains(name):
-  assert_trains(learning.objective("sequence_tis", advantages=name))
+@pytest.mark.parametrize("name", EVERY)
+def test_every_objective_pulls_at_what_it_is_to_change(name):
+  """As a learner calls it, on stale data and in one micro-batch."""
+  objective, given = EVERY[name], quantities()
+  advantages, returns = objective.make_targets(given)
+  unscored = given._replace(stats=given.stats if objective.needs_scores else None)
+  options = objective.loss_options(unscored)
+  options |= objective.own_options(options, given.entropy)
 
+  def mean(logprobs, values):
+    loss = objective.loss(logprobs, given.behavior, advantages, given.mask, **options).loss
+    return objective.mean(
+      loss if returns is None else loss + objective.value_loss(values, returns, given.mask), given.mask
+    )
 
-@pytest.mark.parametrize(("method", "kl"), RLHF)
-def test_every_method_of_rlhf_trains(method, kl):
-  assert_trains(learning.rlhf_objective(method, kl=kl))
+  loss, pulls = jax.value_and_grad(mean, argnums=(0, 1))(given.stats.logprobs, given.stats.values)
+  assert np.isfinite(loss)
+  for pull, wanted in zip(pulls, (True, objective.gae is not None), strict=True):
+    assert np.isfinite(pull).all()
+    assert (np.abs(pull).max() > 1e-6) == wanted
+    assert not np.any(np.asarray(pull)[~given.mask])
 
 
 @pytest.mark.parametrize(("name", "options"), [("m2po", dict(budget=2.0)), ("estr", {})])
