@@ -1,9 +1,12 @@
 """The study of off-policy RLHF: its command, its plan, and what it makes of runs."""
 
 import csv
+import json
+import pathlib
 
 import pytest
 
+from async_rl import recording
 from async_rl import runtime
 from experiments.reproductions import _async_rlhf_plan as plans
 from experiments.reproductions import _async_rlhf_report as reports
@@ -23,8 +26,36 @@ def in_this_process(work, jobs, workers, seconds, cores):
 
 
 @pytest.mark.usefixtures("two_devices")
-def test_command(tmp_path, capsys, monkeypatch):
+def test_a_run_is_measured_before_its_first_update_and_later(tmp_path):
+  """Four updates on batches of one policy."""
+  run = plans.Run("online_dpo", 4, 1e-3, 100)
+  found = async_rlhf.make(tmp_path, True, run)
+  assert [look.run for look in found] == [run] * 3
+  assert [look.step for look in found] == [0, 2, 4]
+  assert found[0].kl == pytest.approx(0.0, abs=1e-3)
+  assert found[2].kl != found[0].kl
+  assert all(-1.0 <= look.gold <= 1.0 for look in found)
+  rows = list(recording.read_metrics(tmp_path / "runs" / run.name / "metrics.jsonl"))
+  assert [row["staleness/max"] for row in rows if "loss" in row] == [0, 1, 2, 3]
+
+
+def write_looks(folder, smoke, run):
+  """Stands in for a run, which takes seconds: what it would write down and measure."""
+  assert smoke
+  made = async_rlhf.experiment(folder, run, smoke).options
+  folder = pathlib.Path(made.output.run_dir)
+  folder.mkdir(parents=True)
+  steps = range(0, made.length.steps + 1, made.output.eval_every)
+  metrics = [{"step": n, "eval/accuracy": n * run.rate, "eval/proxy": -n, "eval/kl_reference": n / 8} for n in steps]
+  (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+  return async_rlhf.looks(folder, run)
+
+
+@pytest.mark.parametrize("make", [write_looks, pytest.param(async_rlhf.make, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("two_devices")
+def test_command(tmp_path, capsys, monkeypatch, make):
   monkeypatch.setattr(async_rlhf, "run_many", in_this_process)
+  monkeypatch.setattr(async_rlhf, "make", make)
   options = ["--smoke", "--workers", "2", "--folder", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
   async_rlhf.main(options)
   printed = capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 from experiments.benchmarks import decode_attention
 from experiments.benchmarks.decode_speed import SMOKE
 
-CONFIG = dataclasses.replace(SMOKE, head_dim=32)
+CONFIG = dataclasses.replace(SMOKE, num_heads=4, num_kv_heads=2, head_dim=32)
 
 
 @pytest.mark.parametrize("live", [16, 8])
