@@ -21,7 +21,11 @@ def _compiled_programs_are_kept(monkeypatch):
   monkeypatch.setenv("ASYNC_RL_CACHE", str(tpu_gate.ROOT / ".pytest_cache"))
 
 
-@pytest.mark.parametrize("check", tpu_gate.FAST, ids=lambda check: check.case)
+@pytest.mark.parametrize(
+  "check",
+  [*tpu_gate.FAST, *(pytest.param(check, marks=pytest.mark.slow) for check in tpu_gate.SLOW)],
+  ids=lambda check: ", ".join([check.case, *check.programs]),
+)
 def test_programs_compile_and_update_in_place_and_gather_no_parameters(check):
   """Of all cases and programs, `python tests/studies/tpu_gate.py` shows it."""
   assert tpu_gate.find_faults(check.case, check.programs) == []

@@ -64,12 +64,14 @@ def test_decoding_on_tpus_holds_the_cache_once(tpu_chips):
 def test_the_ragged_kernel_takes_the_cache_as_it_lies(tpu_chips, topology, data, tensor):
   """With the layers of Qwen3-0.6B, two of them: nothing as large as a part of a layer's cache is moved."""
   config = dataclasses.replace(models.named("qwen3-0.6b"), num_layers=2, vocab_size=1024)
-  sizes = sampling.SamplerConfig(slots=256, group_size=8, max_prompt_tokens=320, max_new_tokens=256, chunk=32)
+  sizes = sampling.SamplerConfig(
+    slots=64 * data * tensor, group_size=8, max_prompt_tokens=320, max_new_tokens=256, chunk=32
+  )
   mesh = rollout.make_mesh(tpu_chips(topology)[: data * tensor], tensor=tensor)
   programs = _programs.Programs(models.Policy(config), sizes, (1,), mesh)
   assert {length for _, length in programs.shapes} == {576}, "what reads only what is filled needs no other lengths"
-  layer = 2 * 256 * 8 * 576 * 128 * 2 // (data * tensor)  # bytes of keys and values, more than VMEM could take
-  program = programs.trace_decode(256, 576).lower().compile()
+  layer = 2 * 64 * 8 * 576 * 128 * 2  # bytes of a chip's keys and values, more than VMEM could take
+  program = programs.trace_decode(sizes.slots, 576).lower().compile()
   memory, text = program.memory_analysis(), program.as_text()
   assert memory.alias_size_in_bytes >= 2 * layer, "the cache is updated in place"
   assert memory.temp_size_in_bytes < layer / 4

@@ -51,14 +51,15 @@ class Check(NamedTuple):
   programs: tuple[str, ...] = ()
 
 
-#: Compiled by the project's check, in about a minute.
+#: Compiled by the project's check, in about a minute. Of steps, which take the longest, two.
 FAST = (
-  Check("quickstart, v5e, one host"),
+  Check("quickstart, v5e, one host", ("stage", "gather", "prefill", "put", "decode")),
   Check("quickstart, v6e, two hosts", ("step",)),
   Check("quickstart, v5e, two slices", ("step",)),
   Check("1B, v5e, two hosts", ("decode", "put")),
-  Check("1B, v6e, one host", ("decode",)),
 )
+#: Likewise with `tests/run.sh --slow`.
+SLOW = (Check("quickstart, v5e, one host", ("step",)), Check("1B, v6e, one host", ("decode",)))
 
 
 def find_faults(case: str, programs: tuple[str, ...] = ()) -> list[str]:
