@@ -7,7 +7,6 @@ Letters of shapes: B rows, T tokens of a row, n heads, d head width, D model.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -31,8 +30,7 @@ _BLOCK = 4096  # values of an array that a program of the grid holds
 
 
 class FusedNorms(Norms):
-  """Computes with kernels, interpreted on CPUs, what these take: rows whose width is a multiple of 32, and heads whose
-  width is a power of 2 from 32 on.
+  """Computes with kernels, interpreted on CPUs, what these take: widths that are powers of 2 from 32 on.
 
   Args:
     mesh: the devices over which the kernels are split by rows and heads.
@@ -44,7 +42,7 @@ class FusedNorms(Norms):
     self._mesh, self._dtype, self._interpret = mesh, dtype, platform == "cpu"
 
   def add(self, x: Array, h: Array | None, norm: RMSNorm, uses: int) -> tuple[Array, ...]:
-    if x.ndim != 3 or x.shape[-1] % 32:
+    if x.ndim != 3 or not fits_kernels(x.shape[-1]):
       return super().add(x, h, norm, uses)
     return add_and_norm(
       x, h, norm.factors, uses=uses, eps=norm.eps, dtype=self._dtype, mesh=self._mesh, interpret=self._interpret
@@ -199,7 +197,7 @@ def add_and_norm(
   Each use has a gradient of its own, which the backward pass adds as it reads them.
 
   Args:
-    x: [B, T, D], D a multiple of 32.
+    x: [B, T, D], D a power of 2.
     h: [B, T, D] in any dtype, or `None` for zeros.
     scale: float32 [D].
     uses: how often the normed values are returned.
@@ -226,17 +224,14 @@ def _add_and_norm(uses, eps, dtype, interpret, terms, scale):
 
 
 def _norm_forward(uses, eps, dtype, interpret, terms, scale):
-  pieces = _pieces(scale.shape[0])
-
   def kernel(scale_ref, *refs):
     term_refs, (out_ref, *sum_ref) = refs[: len(terms)], refs[len(terms) :]
-    x = [sum(ref[:, piece].astype(jnp.float32) for ref in term_refs).astype(terms[0].dtype) for piece in pieces]
-    for ref, (piece, y) in itertools.product(sum_ref, zip(pieces, x, strict=True)):
-      ref[:, piece] = y
-    x = [y.astype(jnp.float32) for y in x]
-    inverse = jax.lax.rsqrt(_mean_product(x, x) + eps)
-    for piece, y in zip(pieces, x, strict=True):
-      out_ref[:, piece] = (y * inverse * scale_ref[piece][None]).astype(out_ref.dtype)
+    x = sum(ref[...].astype(jnp.float32) for ref in term_refs).astype(terms[0].dtype)
+    for ref in sum_ref:
+      ref[...] = x
+    x = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    out_ref[...] = (x * inverse * scale_ref[...][None]).astype(out_ref.dtype)
 
   operands, results = [("sum",), ("sum", "term")][len(terms) - 1], ("normed", "sum")[: len(terms)]
   call = _width_call(terms[0], dtype, terms[-1].dtype, interpret)
@@ -249,21 +244,16 @@ def _norm_forward(uses, eps, dtype, interpret, terms, scale):
 def _norm_backward(uses, eps, dtype, interpret, residuals, grads):
   x, scale, terms = residuals
 
-  pieces = _pieces(scale.shape[0])
-
   def kernel(scale_ref, x_ref, kept_ref, *refs):
     *grad_refs, dx_ref, dscale_ref = refs
-    x = [x_ref[:, piece].astype(jnp.float32) for piece in pieces]
-    inverse = jax.lax.rsqrt(_mean_product(x, x) + eps)
-    x = [y * inverse for y in x]
-    grad = [sum(ref[:, piece].astype(jnp.float32) for ref in grad_refs) for piece in pieces]
-    for piece, g, y in zip(pieces, grad, x, strict=True):
-      dscale_ref[:, piece] = jnp.sum(g * y, axis=0)[None]
-    grad = [g * scale_ref[piece][None] for piece, g in zip(pieces, grad, strict=True)]
-    mean = _mean_product(grad, x)
-    for piece, g, y in zip(pieces, grad, x, strict=True):
-      kept = kept_ref[:, piece].astype(jnp.float32)
-      dx_ref[:, piece] = (kept + inverse * (g - y * mean)).astype(dx_ref.dtype)
+    x = x_ref[...].astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    x *= inverse
+    grad = sum(ref[...].astype(jnp.float32) for ref in grad_refs)
+    dscale_ref[...] = jnp.sum(grad * x, axis=0)[None]
+    grad *= scale_ref[...][None]
+    grad = inverse * (grad - x * jnp.mean(grad * x, axis=-1, keepdims=True))
+    dx_ref[...] = (kept_ref[...].astype(jnp.float32) + grad).astype(dx_ref.dtype)
 
   call = _width_call(x, dtype, dtype, interpret)
   dx, dscale = call(kernel, ("width", "sum", "sum", *["normed"] * uses), ("sum", "parts"))(scale, x, *grads)
@@ -273,22 +263,10 @@ def _norm_backward(uses, eps, dtype, interpret, residuals, grads):
 _add_and_norm.defvjp(_norm_forward, _norm_backward)
 
 
-def _pieces(width: int) -> list[slice]:
-  """Returns the parts of a width, from the largest on, whose sizes are powers of 2, as blocks of Triton are."""
-  sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
-  return [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-
-
-def _mean_product(x: list[Array], y: list[Array]) -> Array:
-  """Returns the mean over the width of the product of values in pieces [tokens, piece] each, [tokens, 1]."""
-  sums = (jnp.sum(a * b, axis=-1, keepdims=True) for a, b in zip(x, y, strict=True))
-  return functools.reduce(jnp.add, sums) / sum(a.shape[-1] for a in x)
-
-
 def _width_call(x: Array, normed: jnp.dtype, term: jnp.dtype, interpret: bool):
   """Returns a function of a kernel and the kinds of its operands and results to a function of [B, T, D] arrays."""
   tokens, width = x.shape[0] * x.shape[1], x.shape[2]
-  block = min(math.gcd(tokens, 1024), max(1, _BLOCK >> (width - 1).bit_length()))
+  block = min(math.gcd(tokens, 1024), max(1, _BLOCK // width))
   dtypes = {"sum": x.dtype, "term": term, "normed": normed}
   kinds = {
     **{name: ((tokens, width), dtype, (block, width), lambda i: (i, 0)) for name, dtype in dtypes.items()},

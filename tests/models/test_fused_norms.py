@@ -52,9 +52,9 @@ def test_norm_and_rotation(heads, axes):
   assert_same(fused, lambda x, scale: _layers.rotated(normed(x, scale), angles), x, scale)
 
 
-@pytest.mark.parametrize(("width", "axes"), [(64, None), (64, MESHES[1]), (224, None)])  # 224 is 128 + 64 + 32
-def test_sum_and_norm(width, axes):
-  x, h, scale = normal(4, 12, width), normal(4, 12, width)[::-1], 1 + normal(width) / 10
+@pytest.mark.parametrize("axes", MESHES)
+def test_sum_and_norm(axes):
+  x, h, scale = normal(4, 12, 64), normal(4, 12, 64)[::-1], 1 + normal(64) / 10
   mesh = mesh_of(axes)
   fused = lambda x, h, scale: add_and_norm(x, h, scale, uses=2, mesh=mesh, **CPU)
   assert_same(fused, lambda x, h, scale: (x + h, *[normed(x + h, scale)] * 2), x, h, scale)
@@ -74,14 +74,12 @@ def test_a_residual_stream_can_have_another_dtype():
 
 
 @pytest.mark.usefixtures("lowers_for_gpus")
-@pytest.mark.parametrize("width", [64, 96])
-def test_they_become_one_kernel_for_each_pass(width):
+def test_they_become_one_kernel_for_each_pass():
   def loss(x, heads, scale, angles):
     x, y = add_and_norm(x, x, scale, uses=1, eps=EPS)
     return jnp.sum(x * y) + jnp.sum(norm_and_rotate(heads, scale[:32], angles, eps=EPS) ** 2)
 
-  rows, heads = ((4, 12, width), jnp.bfloat16), ((4, 12, 2, 32), jnp.bfloat16)
-  shapes = rows, heads, ((width,), jnp.float32), ((4, 12, 16), jnp.float32)
+  shapes = ((4, 12, 64), jnp.bfloat16), ((4, 12, 2, 32), jnp.bfloat16), ((64,), jnp.float32), ((4, 12, 16), jnp.float32)
   traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*(jax.ShapeDtypeStruct(*x) for x in shapes))
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 4
