@@ -34,9 +34,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from async_rl.models import ModelConfig
 from async_rl.models import Params
 from async_rl.models import Policy
+from async_rl.models import named
 from async_rl.sampling import Engine
 from async_rl.sampling import SamplerConfig
 from async_rl.sampling import generate
@@ -44,10 +44,7 @@ from async_rl.sampling import prepare_weights
 from async_rl.types import Prompt
 from async_rl.types import Request
 
-QWEN3_06B = ModelConfig(
-  vocab_size=151_936, d_model=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, d_ff=3072,
-  rope_theta=1e6, tie_embeddings=True, qk_norm=True,
-)  # fmt: skip
+QWEN3_06B = named("qwen3-0.6b")
 SMOKE = dataclasses.replace(QWEN3_06B, vocab_size=512, d_model=64, num_layers=2, d_ff=128, head_dim=16)
 GROUP = 8  # samples of a prompt
 

@@ -1,12 +1,14 @@
 """The learner's speed: seconds of a step and the share of the device's peak that goes into what the step must compute.
 
-    python -m experiments.benchmarks.learner_speed            # one GPU with 80 GB, about 2 minutes
-    python -m experiments.benchmarks.learner_speed --smoke    # any machine, seconds; checks that it runs
+    python -m experiments.benchmarks.learner_speed                         # one GPU with 80 GB, about 2 minutes
+    python -m experiments.benchmarks.learner_speed --shape smollm2-135m    # the same
+    python -m experiments.benchmarks.learner_speed --smoke                 # any machine, seconds; checks that it runs
     python -m experiments.benchmarks.learner_speed --dtype bfloat16 float16 --profile DIR
 
-A random model of Qwen3-0.6B's shape takes steps with AdamW, clipping and the effective-sample-size scaling on groups of
-eight sequences of one length, with float32 master weights, in bfloat16 unless `--dtype` and `--residual-dtype` say
-otherwise. `--profile` adds a step that is traced by `jax.profiler` for every row.
+A random model of Qwen3-0.6B's shape, or of that which `--shape` names, takes steps with AdamW, clipping and the
+effective-sample-size scaling on groups of eight sequences of one length, with float32 master weights, in bfloat16
+unless `--dtype` and `--residual-dtype` say otherwise. `--profile` adds a step that is traced by `jax.profiler` for
+every row.
 
 The operations that count are those of the model, nothing for what is computed twice:
 
@@ -15,10 +17,10 @@ The operations that count are those of the model, nothing for what is computed t
 with N parameters in the matrices of L layers, H heads of width d, T tokens of a sequence (attention sees half of the
 square), width D and V tokens of the vocabulary. Their share of the peak is the MFU (model FLOPs utilization).
 
-Prints a row per case and writes learner_speed.json. Columns: sequences, the prompt's and the completion's tokens, rows
-and tokens of a micro-batch, how many of these a step has; what the backward pass recomputes (`--remat` chooses); the
-dtypes of activations and of the residual stream; seconds to compile; ms of a step, the median, the shortest and the
-longest; MFU; GiB that the step needs beside the state.
+Prints a row per case and writes learner_speed.json. Columns: the shape; sequences, the prompt's and the completion's
+tokens, rows and tokens of a micro-batch, how many of these a step has; what the backward pass recomputes (`--remat`
+chooses); the dtypes of activations and of the residual stream; seconds to compile; ms of a step, the median, the
+shortest and the longest; MFU; GiB that the step needs beside the state.
 """
 
 from __future__ import annotations
@@ -74,12 +76,16 @@ class Case:
     return self.sequences * (length * per_token + self.completion * 6 * c.d_model * c.vocab_size)
 
 
-CASES = (
-  Case(64, 256, 256, rows=64, row_tokens=512, row_sequences=1),
-  Case(64, 1, 511, rows=64, row_tokens=512, row_sequences=1),
-  Case(64, 256, 256, rows=16, row_tokens=1024, row_sequences=8),  # the rows of the configs
-  Case(16, 1024, 1024, rows=16, row_tokens=2048, row_sequences=1),
-)
+#: By the shape of the model, a name of `models.named`.
+CASES = {
+  "qwen3-0.6b": (
+    Case(64, 256, 256, rows=64, row_tokens=512, row_sequences=1),
+    Case(64, 1, 511, rows=64, row_tokens=512, row_sequences=1),
+    Case(64, 256, 256, rows=16, row_tokens=1024, row_sequences=8),  # the rows of the configs
+    Case(16, 1024, 1024, rows=16, row_tokens=2048, row_sequences=1),
+  ),
+  "smollm2-135m": tuple(Case(512, 130, 84, rows, row_tokens=1024, row_sequences=8) for rows in (16, 32, 64)),
+}
 SMOKE_CASES = (Case(8, 16, 16, rows=2, row_tokens=64, row_sequences=3),)
 
 
@@ -120,10 +126,11 @@ class Step:
     return time.perf_counter() - start
 
 
-def row(policy: models.Policy, case: Case, step: Step, seconds: list[float]) -> dict[str, Any]:
-  """Returns the row of a case."""
+def row(shape: str, policy: models.Policy, case: Case, step: Step, seconds: list[float]) -> dict[str, Any]:
+  """Returns the row of a case; `shape` is the name of the policy's."""
   median = float(np.median(seconds))
   return {
+    "shape": shape,
     "sequences": case.sequences,
     "prompt": case.prompt,
     "completion": case.completion,
@@ -141,6 +148,7 @@ def row(policy: models.Policy, case: Case, step: Step, seconds: list[float]) -> 
 
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--shape", default="qwen3-0.6b", choices=tuple(CASES), help="the shape of the model")
   parser.add_argument("--remat", nargs="+", default=["activations"], choices=models.REMAT)
   parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=models.DTYPES)
   parser.add_argument("--residual-dtype", choices=models.DTYPES, help="by default as models.Policy has it")
@@ -149,17 +157,19 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("learner_speed.json"))
   args = parser.parse_args(arguments)
-  config = decode_speed.SMOKE if args.smoke else decode_speed.QWEN3_06B
+  shape, config, cases = args.shape, models.named(args.shape), CASES[args.shape]
+  if args.smoke:
+    shape, config, cases = "tiny", decode_speed.SMOKE, SMOKE_CASES
   device = jax.devices()[0].device_kind
   print(f"{device}, jax {jax.__version__}")
   rows: list[dict[str, Any]] = []
-  for case in SMOKE_CASES if args.smoke else CASES:
+  for case in cases:
     for dtype, remat in itertools.product(args.dtype, args.remat):
       policy = models.Policy(config, dtype, remat=remat, residual_dtype=args.residual_dtype)
       step = Step(policy, case)
       for _ in range(WARM_UPS):
         step()
-      rows.append(row(policy, case, step, [step() for _ in range(args.repeats)]))
+      rows.append(row(shape, policy, case, step, [step() for _ in range(args.repeats)]))
       print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
       if args.profile:
         with jax.profiler.trace(args.profile):

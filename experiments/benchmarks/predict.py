@@ -42,13 +42,15 @@ from experiments.plan._jaxpr_costs import count_traced
 from experiments.plan._request import head_chunks
 from experiments.plan._summary import seconds_of
 
+_SHAPE = "qwen3-0.6b"
+_LEARNED = learner_speed.CASES[_SHAPE]
 #: What the backward pass recomputes, and the case.
 LEARNER_CASES = (
-  ("activations", learner_speed.CASES[0]),
-  ("projections", learner_speed.CASES[0]),
-  ("activations", learner_speed.CASES[2]),
-  ("full", learner_speed.CASES[2]),
-  ("activations", learner_speed.CASES[3]),
+  ("activations", _LEARNED[0]),
+  ("projections", _LEARNED[0]),
+  ("activations", _LEARNED[2]),
+  ("full", _LEARNED[2]),
+  ("activations", _LEARNED[3]),
 )
 DECODE_CASES = (
   decode_speed.Case(64, 832),
@@ -109,16 +111,17 @@ def compare_decode(config: models.ModelConfig, case: decode_speed.Case, chunk: i
 
 def compare_recorded(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
   """Yields the rows of a file of `learner_speed` or `decode_speed`, as far as their programs are today's."""
-  chip, config = chip_of(result["device"]), decode_speed.QWEN3_06B
+  chip = chip_of(result["device"])
   for row in result["rows"]:
     if "mfu" in row and row.get("version") != "before":
-      learned = next(case for case in learner_speed.CASES if _describes(row, case))
-      policy = models.Policy(config, row.get("dtype", "bfloat16"), remat=row["remat"])
+      shape = row.get("shape", _SHAPE)  # the first files name none
+      learned = next(case for case in learner_speed.CASES[shape] if _describes(row, case))
+      policy = models.Policy(models.named(shape), row.get("dtype", "bfloat16"), remat=row["remat"])
       name = _learner_name(learned, row["micro_batches"], row["remat"])
       yield _row(name, predict_learner(policy, learned, chip), row["ms"][0] / 1e3)
     elif "computed" in row and not row.get("shared_prompts"):
       case = next(x for x in decode_speed.CASES if (x.slots, x.live or x.slots) == (row["slots"], row["live"]))
-      yield _compare_recorded_decode(config, row, case, 64, chip)
+      yield _compare_recorded_decode(decode_speed.QWEN3_06B, row, case, 64, chip)
 
 
 def _describes(row: dict[str, Any], case: learner_speed.Case) -> bool:

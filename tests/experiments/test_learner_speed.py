@@ -4,6 +4,7 @@ import json
 
 from experiments.benchmarks import decode_speed
 from experiments.benchmarks import learner_speed
+from experiments.benchmarks.stabilizer_cost import make_batch
 
 
 def test_operations_are_those_of_the_model():
@@ -19,6 +20,25 @@ def test_it_measures_steps(tmp_path):
   out = tmp_path / "speed.json"
   learner_speed.main(["--smoke", "--repeats", "2", "--out", str(out)])
   (row,) = json.loads(out.read_text())["rows"]
-  assert (row["micro_batches"], row["remat"]) == (2, "activations")
+  assert (row["shape"], row["micro_batches"], row["remat"]) == ("tiny", 2, "activations")
   median, shortest, longest = row["ms"]
   assert 0 < shortest <= median <= longest
+
+
+def test_the_shape_that_is_asked_for_takes_the_steps(tmp_path, monkeypatch):
+  """With the time that was measured on an H200, the rows have the MFU that was measured."""
+
+  class Step:
+    compile_seconds, temporaries = 0.0, 0
+
+    def __init__(self, policy, case):
+      self.micro_batches = int(make_batch(case.shape(), policy.config.vocab_size).used)
+
+    def __call__(self):
+      return 0.3142
+
+  monkeypatch.setattr(learner_speed, "Step", Step)
+  out = tmp_path / "speed.json"
+  learner_speed.main(["--shape", "smollm2-135m", "--out", str(out)])
+  found = [[row[x] for x in ("shape", "rows", "micro_batches", "mfu")] for row in json.loads(out.read_text())["rows"]]
+  assert found == [["smollm2-135m", f"{rows} x 1024", turns, 0.256] for rows, turns in ((16, 8), (32, 4), (64, 2))]
