@@ -8,7 +8,7 @@
 Every step is predicted as `python -m experiments.plan --topology h100:2` does, from the program as it is traced for
 GPUs and the chip's data sheet, and then measured: learner steps with AdamW and the effective-sample-size scaling, and
 decode steps through the engine, its host work included. Qwen3-0.6B's shape, random weights, bfloat16. With `--recorded`
-the measured times are those in files of `learner_speed` and `decode_speed`.
+the measured times are those in files of `learner_speed`, of any of its shapes, and `decode_speed`.
 
 Prints a row per step, predicted and measured milliseconds and the error of the prediction, and writes predict.json. The
 aim is an error of at most 20 %. On a device that is not in the plan's table the predictions are those for an H100.

@@ -15,7 +15,7 @@ RESULTS = pathlib.Path(predict.__file__).parent / "results"
   [("learner_speed_h200.json", 0), ("learner_speed_smollm2_h200.json", 1), ("decode_speed_kernel_h200.json", 8)],
 )
 def test_predictions_are_within_a_fifth_of_what_was_measured(file, index):
-  """The programs are traced as for a GPU; all rows are in results/predict_*.json."""
+  """The programs are traced as for a GPU; all rows are in results/predict_h200.json."""
   result = json.loads((RESULTS / file).read_text())
   (row,) = predict.compare_recorded(result | {"rows": [result["rows"][index]]})
   assert abs(row["error"]) < 0.2
