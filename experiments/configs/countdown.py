@@ -15,6 +15,7 @@ from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl._validation import check_number
+from experiments.configs._adam import Adam
 from experiments.configs._pretrained import Pretrained
 
 
@@ -31,8 +32,7 @@ class Options:
   #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
   aggregate: str | None = "sequence_mean"
   gae: learning.GAE = learning.GAE()
-  #: Learning rate of AdamW.
-  learning_rate: float = 1e-5
+  adam: Adam = Adam(learning_rate=1e-5)
   pretrained: Pretrained = Pretrained()
   training: runtime.Training = runtime.Training(groups=32, samples=16)
   rollout: runtime.Rollout = runtime.Rollout(max_prompt_tokens=320, max_completion_tokens=256, slots=512)
@@ -62,9 +62,7 @@ def build(options: Options) -> runtime.Experiment:
     ),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
-      optax.adamw(
-        optax.linear_schedule(0.0, options.learning_rate, 10), mu_dtype=weights.first_moment_dtype, weight_decay=0.1
-      ),
+      options.adam.adamw(10, options.length.steps, mu_dtype=weights.first_moment_dtype, weight_decay=0.1),
       stabilizers.scale_by_ess(power=0.5, on_policy_ratio=0.7),
     ),
   )

@@ -17,6 +17,7 @@ from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl._validation import check_number
+from experiments.configs._adam import Adam
 from experiments.configs._pretrained import Pretrained
 
 
@@ -37,8 +38,7 @@ class Options:
   #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
   aggregate: str | None = "sequence_mean"
   gae: learning.GAE = learning.GAE()
-  #: Learning rate of AdamW.
-  learning_rate: float = 1e-5
+  adam: Adam = Adam(learning_rate=1e-5)
   #: Exponent of the effective-sample-size scaling of the learning rate.
   ess_power: float = 0.5
   #: Effective sample size, as a share of the batch, that counts as on-policy: bfloat16 alone brings it to 0.7 here.
@@ -71,9 +71,7 @@ def build(options: Options) -> runtime.Experiment:
     ),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
-      optax.adamw(
-        optax.linear_schedule(0.0, options.learning_rate, 10), mu_dtype=weights.first_moment_dtype, weight_decay=0.1
-      ),
+      options.adam.adamw(10, options.length.steps, mu_dtype=weights.first_moment_dtype, weight_decay=0.1),
       stabilizers.scale_by_ess(options.ess_power, options.on_policy_ratio),
     ),
   )

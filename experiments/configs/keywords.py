@@ -17,13 +17,13 @@ import optax
 from async_rl import models
 from async_rl import runtime
 from async_rl import tasks
+from experiments.configs._adam import Adam
 from experiments.configs._rlhf import RLHF
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  #: Learning rate of Adam.
-  learning_rate: float = 5e-4
+  adam: Adam = Adam(learning_rate=5e-4)
   rlhf: RLHF = RLHF(stages="runs/keywords_stages")
   training: runtime.Training = runtime.Training(groups=16, samples=2, reference=True)
   # Weights move fast here and prompts are short, so recomputing the cache is worth it.
@@ -54,7 +54,7 @@ def build(options: Options) -> runtime.Experiment:
     scorer=options.rlhf.scorer(),
     objective=options.rlhf.objective(),
     optimizer=optax.chain(
-      optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.0, options.learning_rate, 10), b2=0.99)
+      optax.clip_by_global_norm(1.0), options.adam.adamw(10, options.length.steps, b2=0.99, weight_decay=0.0)
     ),
   )
 

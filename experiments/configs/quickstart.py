@@ -18,6 +18,7 @@ from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl._validation import check_number
+from experiments.configs._adam import Adam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Options:
   #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
   aggregate: str | None = "sequence_mean"
   gae: learning.GAE = learning.GAE()
-  #: Learning rate of AdamW.
-  learning_rate: float = 2e-4
+  adam: Adam = Adam(learning_rate=2e-4)
   #: Exponent of the effective-sample-size scaling of the learning rate.
   ess_power: float = 0.5
   training: runtime.Training = runtime.Training(groups=16, samples=8)
@@ -69,7 +69,7 @@ def build(options: Options) -> runtime.Experiment:
     ),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
-      optax.adamw(optax.linear_schedule(0.0, options.learning_rate, 20), b2=0.999, weight_decay=0.0),
+      options.adam.adamw(20, options.length.steps, weight_decay=0.0),
       stabilizers.scale_by_ess(options.ess_power),
     ),
   )

@@ -16,6 +16,7 @@ import optax
 
 from async_rl import runtime
 from async_rl import tasks
+from experiments.configs._adam import Adam
 from experiments.configs._pretrained import Pretrained
 from experiments.configs._rlhf import RLHF
 
@@ -24,8 +25,7 @@ from experiments.configs._rlhf import RLHF
 class Options:
   #: Folder with the posts and the comparisons.
   folder: str | None = None
-  #: Learning rate of Adam.
-  learning_rate: float = 3e-6
+  adam: Adam = Adam(learning_rate=3e-6)
   rlhf: RLHF = RLHF(stages="runs/summaries_stages", supervised_rate=5e-5, reward_model_rate=2e-5)
   pretrained: Pretrained = Pretrained()
   training: runtime.Training = runtime.Training(groups=128, samples=2, reference=True)
@@ -51,7 +51,7 @@ def build(options: Options) -> runtime.Experiment:
     objective=options.rlhf.objective(),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
-      optax.adam(optax.linear_schedule(0.0, options.learning_rate, 10), mu_dtype=weights.first_moment_dtype),
+      options.adam.adamw(10, options.length.steps, mu_dtype=weights.first_moment_dtype, weight_decay=0.0),
     ),
   )
 

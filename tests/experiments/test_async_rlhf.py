@@ -79,8 +79,8 @@ def test_runs_differ_in_rate_and_seed_and_share_their_stages(tmp_path):
     async_rlhf.experiment(tmp_path, plans.Run("ppo", 4, rate, seed), smoke=False).options
     for rate, seed in ((5e-4, 100), (1e-3, 200))
   )
-  assert (first.learning_rate, first.training.seed, first.schedule.max_lag) == (5e-4, 100, 3)
-  assert (second.learning_rate, second.training.seed) == (1e-3, 200)
+  assert (first.adam.learning_rate, first.training.seed, first.schedule.max_lag) == (5e-4, 100, 3)
+  assert (second.adam.learning_rate, second.training.seed) == (1e-3, 200)
   assert first.output.run_dir != second.output.run_dir
   assert first.rlhf.stages == second.rlhf.stages
 
