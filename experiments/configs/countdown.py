@@ -10,12 +10,12 @@ import dataclasses
 
 import optax
 
-from async_rl import learning
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl._validation import check_number
 from experiments.configs._adam import Adam
+from experiments.configs._correction import Correction
 from experiments.configs._pretrained import Pretrained
 
 
@@ -25,13 +25,7 @@ class Options:
   numbers: tuple[int, int] = (3, 4)
   #: Problems of the training split, generated at every start, 100 to 200 a second.
   problems: int = 8192
-  #: Policy loss, a name in `losses.CORRECTIONS`; its constants may follow, as in trm:max_bound=0.5,mean_bound=0.01.
-  objective: str = "topr"
-  #: Advantages, a name in `learning.ADVANTAGES`.
-  advantages: str = "dr_grpo"
-  #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
-  aggregate: str | None = "sequence_mean"
-  gae: learning.GAE = learning.GAE()
+  correction: Correction = Correction()
   adam: Adam = Adam(learning_rate=1e-5)
   pretrained: Pretrained = Pretrained()
   training: runtime.Training = runtime.Training(groups=32, samples=16)
@@ -57,9 +51,7 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=weights.tokenizer(),
     policy=weights.policy(),
     start=weights.load,
-    objective=learning.objective(
-      options.objective, advantages=options.advantages, aggregate=options.aggregate, gae=options.gae
-    ),
+    objective=options.correction.build(),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
       options.adam.adamw(10, options.length.steps, mu_dtype=weights.first_moment_dtype, weight_decay=0.1),

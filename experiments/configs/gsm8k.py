@@ -12,12 +12,12 @@ import dataclasses
 
 import optax
 
-from async_rl import learning
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl._validation import check_number
 from experiments.configs._adam import Adam
+from experiments.configs._correction import Correction
 from experiments.configs._pretrained import Pretrained
 
 
@@ -31,13 +31,7 @@ class Options:
   supervised_steps: int = 350
   #: Learning rate of supervised training.
   supervised_rate: float = 1e-4
-  #: Policy loss, a name in `losses.CORRECTIONS`; its constants may follow, as in trm:max_bound=0.5,mean_bound=0.01.
-  objective: str = "topr"
-  #: Advantages, a name in `learning.ADVANTAGES`.
-  advantages: str = "dr_grpo"
-  #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
-  aggregate: str | None = "sequence_mean"
-  gae: learning.GAE = learning.GAE()
+  correction: Correction = Correction()
   adam: Adam = Adam(learning_rate=1e-5)
   #: Exponent of the effective-sample-size scaling of the learning rate.
   ess_power: float = 0.5
@@ -66,9 +60,7 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=weights.tokenizer(),
     policy=weights.policy(),
     start=runtime.SupervisedStage(options.supervised_steps, options.supervised_rate, start=weights.load),
-    objective=learning.objective(
-      options.objective, advantages=options.advantages, aggregate=options.aggregate, gae=options.gae
-    ),
+    objective=options.correction.build(),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
       options.adam.adamw(10, options.length.steps, mu_dtype=weights.first_moment_dtype, weight_decay=0.1),

@@ -12,13 +12,13 @@ import dataclasses
 
 import optax
 
-from async_rl import learning
 from async_rl import models
 from async_rl import runtime
 from async_rl import stabilizers
 from async_rl import tasks
 from async_rl._validation import check_number
 from experiments.configs._adam import Adam
+from experiments.configs._correction import Correction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,7 @@ class Options:
   numbers: int = 3
   #: Accuracy of samples at which the supervised warm start stops; 0: no warm start.
   warm_accuracy: float = 0.2
-  #: Policy loss, a name in `losses.CORRECTIONS`; its constants may follow, as in trm:max_bound=0.5,mean_bound=0.01.
-  objective: str = "topr"
-  #: Advantages, a name in `learning.ADVANTAGES`.
-  advantages: str = "dr_grpo"
-  #: Mean of the token losses, a name in `learning.AGGREGATIONS`; None: the one that the objective was published with.
-  aggregate: str | None = "sequence_mean"
-  gae: learning.GAE = learning.GAE()
+  correction: Correction = Correction()
   adam: Adam = Adam(learning_rate=2e-4)
   #: Exponent of the effective-sample-size scaling of the learning rate.
   ess_power: float = 0.5
@@ -64,9 +58,7 @@ def build(options: Options) -> runtime.Experiment:
     tokenizer=models.SentencePieceTokenizer(models.train_sentencepiece([task.corpus])),
     policy=models.Policy(config, dtype="float32"),
     start=runtime.SupervisedStage(5000, 2e-3, accuracy=options.warm_accuracy) if options.warm_accuracy else None,
-    objective=learning.objective(
-      options.objective, advantages=options.advantages, aggregate=options.aggregate, gae=options.gae
-    ),
+    objective=options.correction.build(),
     optimizer=optax.chain(
       optax.clip_by_global_norm(1.0),
       options.adam.adamw(20, options.length.steps, weight_decay=0.0),
