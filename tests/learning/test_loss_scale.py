@@ -37,6 +37,7 @@ def test_the_gradient_of_small_cotangents_is_not_rounded_to_zero():
 
 
 @functools.cache
+@functools.cache
 def updated(dtype, factor=1.0):
   """The parameters before and after a step of gradient descent on rewards times `factor`, whose rate undoes it."""
   learner = make_learner(
@@ -72,7 +73,7 @@ def disagreement(dtype):
   """The mean difference of the log-probabilities of sampler and learner at equal weights."""
   policy = models.Policy(dataclasses.replace(CONFIG, num_layers=6), dtype=dtype)
   params = params_of(dataclasses.replace(policy, dtype="float32"))
-  config = sampling.SamplerConfig(slots=16, group_size=8, max_prompt_tokens=8, max_new_tokens=24)
+  config = sampling.SamplerConfig(slots=16, group_size=8, max_prompt_tokens=8, max_new_tokens=24, length_buckets=1)
   engine = sampling.Engine(policy, config, stop_ids=(), pad_id=0)
   engine.set_weights(params, 0)
   requests = [Request(t, np.arange(3, 9) + t, Prompt(t, "", None)) for t in range(2)]
