@@ -100,6 +100,7 @@ def test_every_config_runs(name, trained, monkeypatch, capfd):
     assert_whole(run_dir, 3)
 
 
+@pytest.mark.slow  # test_run_folders.py kills a run likewise, and above the command resumes
 @pytest.mark.usefixtures("two_devices")
 def test_a_killed_run_is_resumed(tmp_path, monkeypatch, capfd, draws_pictures):
   """The command in a process of its own, on two devices, is killed; the same command ends the run."""

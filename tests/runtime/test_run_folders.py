@@ -120,17 +120,20 @@ runtime.train(tiny(run_dir=sys.argv[1], **eval(sys.argv[2])))
 """
 
 
-def test_a_process_that_was_killed_resumes_as_if_undisturbed(tmp_path):
-  """SIGKILL once the second step is written; the outcome must not depend on what else was done by then."""
-  options = dict(steps=4, checkpoint_every=1, eval_prompts=2)
+def test_a_process_that_was_killed_resumes_as_if_undisturbed(tmp_path, capfd):
+  """SIGKILL once the second step is written and the first one saved; the outcome must not depend on what else was."""
+  options = dict(steps=8, checkpoint_every=1, eval_prompts=2)
   summary = runtime.train(tiny(run_dir=str(tmp_path / "whole"), **options))
   killed = tmp_path / "killed"
   command = [sys.executable, "-c", PROGRAM, str(killed), repr(options)]
   with subprocess.Popen(command, env=process_environment()) as process:
-    while process.poll() is None and (not (killed / "metrics.jsonl").exists() or len(all_rows(killed)) < 3):
-      time.sleep(0.05)
+    saved = lambda: {path.name for path in (killed / "checkpoints").glob("*") if path.name.isdigit()} - {"0"}
+    while process.poll() is None and not (saved() and len(all_rows(killed)) >= 3):
+      time.sleep(0.02)
+    assert process.poll() is None
     process.kill()
   resumed = runtime.train(tiny(run_dir=str(killed), **options))
+  assert "resumed at step" in "".join(capfd.readouterr())
   assert steps_and_kinds(killed) == steps_and_kinds(tmp_path / "whole")
   assert [r["reward/mean"] for r in rows(resumed)] == [r["reward/mean"] for r in rows(summary)]
 
