@@ -21,6 +21,7 @@ from async_rl import stabilizers
 from async_rl import tasks
 from async_rl.types import Prompt
 from experiments.configs import gsm8k
+from experiments.configs._adam import Adam
 from experiments.reproductions._run_many import train
 
 #: Steps over which the learning rate rises.
@@ -36,6 +37,8 @@ class Method(NamedTuple):
     advantages: a name in `learning.ADVANTAGES`.
     b1: Adam's decay of the first moment.
     ess_power: the power of `stabilizers.scale_by_ess`.
+    rate_factor: the learning rate in multiples of the study's.
+    falls: whether the learning rate falls to 0 over the run.
   """
 
   loss: str
@@ -43,17 +46,20 @@ class Method(NamedTuple):
   advantages: str = "dr_grpo"
   b1: float = 0.9
   ess_power: float = 0.0
+  rate_factor: float = 1.0
+  falls: bool = False
 
   def objective(self) -> learning.Objective:
     """Returns the objective."""
     return learning.objective(self.loss, advantages=self.advantages, aggregate="sequence_mean", **self.options)
 
-  def optimizer(self, rate: float) -> optax.GradientTransformation:
-    """Returns clipped Adam, which also observes the cosine of consecutive gradients."""
+  def optimizer(self, rate: float, steps: int) -> optax.GradientTransformation:
+    """Returns clipped Adam for a run of *steps*, which also observes the cosine of consecutive gradients."""
+    adam = Adam(rate * self.rate_factor, self.b1, decay_steps=steps if self.falls else None)
     return optax.chain(
       stabilizers.track_cosine("bfloat16"),
       optax.clip_by_global_norm(1.0),
-      optax.adam(optax.linear_schedule(0.0, rate, WARMUP), b1=self.b1),
+      adam.adamw(min(WARMUP, steps // 2), steps, weight_decay=0.0),
       *([stabilizers.scale_by_ess(self.ess_power, on_policy_ratio=0.7)] if self.ess_power else []),
     )
 
@@ -67,12 +73,16 @@ METHODS: Mapping[str, Method] = types.MappingProxyType(
     "A-3PO": Method("a3po"),
     "TOPR": Method("topr"),
     "TOPR, momentum .5": Method("topr", b1=0.5),
+    "TOPR, momentum .5, falling rate": Method("topr", b1=0.5, rate_factor=4.0, falls=True),
+    "no correction, falling rate": Method("reinforce", rate_factor=2.0, falls=True),
     "sequence PPO, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, b1=0.97),
     "sequence PPO + OPOB, exact, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, "opob", b1=0.97),
     "VCPO, exact": Method("sequence_tis", advantages="opob", ess_power=0.5),
   }
 )
 SYNC = "no correction"
+#: The same with a learning rate that falls, which is run without a lag alone.
+SYNC_FALLING = "no correction, falling rate"
 
 
 class Run(NamedTuple):
@@ -221,7 +231,7 @@ class Study:
       task=ShortGSM8K(folder=self.gsm8k_folder, test_samples=self.test_samples),
       start=runtime.KeptStage(stage, str(self.folder / "start"), {"weights": self.weights, **supervised}),
       objective=method.objective(),
-      optimizer=method.optimizer(run.rate),
+      optimizer=method.optimizer(run.rate, options.length.steps),
     )
 
   def run_dir(self, run: Run) -> pathlib.Path:
@@ -251,12 +261,12 @@ def plan(lags: Sequence[int], methods: Sequence[str], seeds: Sequence[int], rate
   lags below the largest first.
   """
   exact = [name for name in methods if METHODS[name].advantages == "opob"]
-  others = [name for name in methods if name not in exact]
+  others = [name for name in methods if name not in (*exact, SYNC_FALLING)]
   *lower, largest = sorted({lag for lag in lags if lag}) or [0]
   highest = [largest] if largest else []
   for seed in seeds:
     if 0 in lags:
-      yield Run(SYNC, 0, seed, rate)
+      yield from (Run(name, 0, seed, rate) for name in (SYNC, SYNC_FALLING) if name == SYNC or name in methods)
     yield from (Run(name, lag, seed, rate) for lag in highest for name in others[:2])
   for names, parts in ((others[2:], highest), (others, lower[::-1]), (exact, [*lower[::-1], *highest])):
     for seed in seeds:

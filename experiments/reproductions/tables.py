@@ -63,7 +63,7 @@ def all_comparisons() -> str:
   configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
-    " eight studies, over the seeds of several, with TOPR, of TOPR by lag, and of what lags cost where rates fall."
+    " eight studies, over several, with TOPR, and of what lags cost."
   )
 
 

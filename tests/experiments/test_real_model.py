@@ -4,12 +4,16 @@ import dataclasses
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from scipy import stats
 from tiny_weights import chatting_weights
 
 from async_rl import learning
 from async_rl import tasks
+from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.runtime import _step_meter
 from experiments.reproductions import _real_model_report as reports
 from experiments.reproductions import _real_model_runs as study
@@ -140,6 +144,26 @@ def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
   assert order[:4] == [("no correction", 0, 0), ("no correction", 8, 0), ("TOPR", 8, 0), ("no correction", 0, 1)]
   assert [method for method, _, _ in order[-4:]] == ["VCPO, exact"] * 4
   assert list(study.plan((0,), ["TOPR"], seeds=(3,), rate=1e-4)) == [study.Run("no correction", 0, 3, 1e-4)]
+  falling = study.plan((0, 8), ["TOPR", "no correction, falling rate"], seeds=(0,), rate=1e-4)
+  assert [run[:2] for run in falling] == [("no correction", 0), ("no correction, falling rate", 0), ("TOPR", 8)]
+
+
+@pytest.mark.parametrize(
+  ("name", "rates"),
+  [
+    ("TOPR", [0, 0.5, 1, 1, 1, 1, 1]),
+    ("TOPR, momentum .5, falling rate", [0, 2, 4, 3, 2, 1, 0]),
+    ("no correction, falling rate", [0, 1, 2, 1.5, 1, 0.5, 0]),
+  ],
+)
+def test_the_learning_rate_of_a_method_stays_or_falls(name, rates):
+  optimizer, params = study.METHODS[name].optimizer(1e-3, 50), {"x": jnp.ones(1)}
+  state, found = optimizer.init(params), []
+  step = jax.jit(lambda state: optimizer.update(params, state, params)[1])
+  for _ in range(51):
+    found += scheduled_rates(optimizer, state)
+    state = step(state)
+  np.testing.assert_allclose(np.array(found)[[0, 5, 10, 20, 30, 40, 50]], 1e-3 * np.array(rates), atol=1e-9)
 
 
 def test_a_run_that_diverged_is_done(tmp_path):

@@ -122,6 +122,36 @@ def test_the_plan_of_every_lag_made_all_but_the_fresh_runs_of_its_last_four_line
   assert (len(held.curves), len(left)) == (900, 240)
 
 
+def test_the_plan_of_falling_rates_was_made_and_that_of_short_lags_but_for_some_fresh_seeds():
+  falling = [plans.parse(text) for text in plans.read(tables.PAGES / "falling_rate.txt")]
+  held = plans.Results(results.FALLING.folder)
+  assert not any(item.runs(held) or item.waiting(held) for item in falling)
+  assert len(held.curves) == 486
+  held = plans.Results(results.SHORT_LAG.folder)
+  items = [plans.parse(text) for text in plans.read(tables.PAGES / "short_lag.txt")]
+  assert not any(item.waiting(held) for item in items)
+  left = {(run.method, run.lag): run.seed for item in items for run in item.runs(held)}
+  assert left.keys() == {
+    ("PPO, MaxRL", 128), ("SAT", 4), ("SAT", 128), *(("centered token TIS", lag) for lag in (4, 10, 32, 128))
+  }  # fmt: skip
+  assert set(left.values()) == {3819}
+  assert len(held.curves) == 470
+
+
+def test_the_edges_of_short_lags_and_falling_rates_are_those_that_the_pages_name():
+  edges = lambda study: {study.fresh.configs[row.config] for rows in study.rows.values() for row in rows if row.edge}
+  assert {name for name, lag, _ in edges(results.falling()) if "falling" in name} == {
+    name for name, lag, _ in results.falling().fresh.configs if "falling" in name and lag
+  }
+  assert not {name for name, _, _ in edges(results.short_lag())} & {"TOPR", "TOPR, momentum .5"}
+  tried = {
+    rate: "TRM, bounds x 100"
+    for study in (results.SHORT_LAG, results.EVERY_LAG)
+    for rate in study.tries.rates("TRM, bounds x 100", 4)
+  }
+  assert min(tried) < 2e-4 < max(tried)
+
+
 def test_every_method_at_every_lag_has_its_control_and_the_rates_that_the_page_names():
   study = results.every_lag()
   rows = {study.fresh.configs[row.config]: row for rows in study.rows.values() for row in rows}
