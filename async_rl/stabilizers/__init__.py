@@ -22,8 +22,8 @@ Options, for those who want to try them:
 
 - `control_alignment(chain)` skips steps whose gradient repeats the previous one. It wraps the whole chain, so that a
   skipped step leaves Adam's moments alone. Measure first (`track_cosine`): where the signal is strong, gradients are
-  aligned without any staleness and it skips step after step, up to its limit. In our sweeps it helps TOPR at lag 4,
-  as less momentum does, and is not shown to help at lags 10 and 32.
+  aligned without any staleness and it skips step after step, up to its limit. In one study of ours it helped TOPR at
+  lag 4, as less momentum did, without a skip; it is not shown to help at lags 10 and 32.
 - `scale_by_lag()`, last like `scale_by_ess`, divides the step by the mean lag of the batch.
 - `lead_by_momentum(chain, lag)` lets samplers draw with the weights that momentum is about to reach. It is not shown to
   help over the same momentum without it.

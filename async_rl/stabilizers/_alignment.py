@@ -70,9 +70,9 @@ def control_alignment(
   and .8 and no limit, an on-policy bandit skips nearly every step and hardly learns. After *max_consecutive_skips*
   skips in a row, aligned gradients are therefore projected as in the middle regime, used, and counted in
   `forced_count`, until one is below *high* again (`optax.apply_if_finite` gives up in the same way). A gradient that is
-  not finite is never used. Look at `alignment_cosine` in a synchronous run before choosing thresholds. In our sweeps
-  .05 and .8 helped TOPR at a lag of 4 updates, as Adam's b1 = .5 did; at lags 10 and 32 no values are shown to help
-  (experiments/reproductions/gac.md).
+  not finite is never used. Look at `alignment_cosine` in a synchronous run before choosing thresholds. In one
+  study of ours .05 and .8, which skipped nothing, helped TOPR at a lag of 4 updates, as Adam's b1 = .5 did; at lags 10
+  and 32 no values are shown to help (experiments/reproductions/gac.md).
 
   **Place** clipping, preconditioning and weight decay inside: `control_alignment(optax.chain(clip, adamw))`. The cosine
   does not change with clipping. Under `optax.masked` or `optax.partition` the cosine is that of the leaves that those

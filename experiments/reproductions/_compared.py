@@ -74,7 +74,31 @@ INGREDIENTS = (
 #: Lag, a method whose rate falls with its rate, and one whose does not.
 FALLING = (
   (10, ("TOPR, momentum .5, falling rate", 8e-4), ("TOPR", 2e-4)),
+  (10, ("sequence PPO, momentum .97, falling rate", 4e-4), ("sequence PPO, momentum .97", 2e-4)),
   (32, ("TOPR, momentum .5, falling rate", 8e-4), ("TOPR, momentum .5", 2e-4)),
+)
+
+#: What else is told apart on the same seeds: lag, a method with its rate, and another one.
+PAIRS_AT_LAG_4 = (
+  (4, ("TOPR, momentum .5", 2e-4), ("TRM, bounds x 100", 2e-4)),
+  (4, ("TOPR, momentum .5", 2e-4), ("TOPR + GAC .05/.8", 2e-4)),
+)
+PAIRS_THAT_FALL = (
+  (10, ("TOPR, momentum .5, falling rate", 8e-4), ("sequence PPO + OPOB, exact + ahead, momentum .97", 2e-4)),
+  (
+    10,
+    ("sequence PPO + OPOB, exact, momentum .97, falling rate", 4e-4),
+    ("sequence PPO + OPOB, exact + ahead, momentum .97", 2e-4),
+  ),
+)
+PAIRS = (*PAIRS_AT_LAG_4, *PAIRS_THAT_FALL)
+
+#: Pairs of configurations whose accuracies are compared along the training.
+ALONG = (
+  (("TOPR, momentum .5, falling rate", 10, 8e-4), ("TOPR", 10, 2e-4)),
+  (("TOPR, momentum .5, falling rate", 32, 8e-4), ("TOPR", 32, 2e-4)),
+  (("TOPR, momentum .5, falling rate", 10, 8e-4), ("sync", 0, 2e-4)),
+  (("sync, falling rate", 0, 4e-4), ("sync", 0, 2e-4)),
 )
 
 #: The answer in short: lag, what to use, and the configuration that was measured.

@@ -224,7 +224,8 @@ class Study:
   def table(self, lag: int) -> str:
     """Returns the table of a lag: accuracy, and the differences to sync, to sync with exact OPOB or a rate that falls,
     of which there is a column if the study has it, and to a control."""
-    alike = {"OPOB exact": "sync_exact"} | ({} if self._sync_falling is None else {"falling rate": "sync_falling"})
+    alike = {"OPOB exact": "sync_exact"} if self._sync_exact is not None else {}
+    alike |= {"falling rate": "sync_falling"} if self._sync_falling is not None else {}
     lines = []
     for row in self.rows[lag]:
       method, _, rate = self.fresh.configs[row.config]
@@ -237,11 +238,6 @@ class Study:
     header = [f"lag {lag}" if lag else "no lag", "rate", "accuracy", "minus sync"]
     others = [*(f"minus sync, {name}" for name in alike), "control", "minus control"]
     return grid(header + (others if lag else []), lines)
-
-  def chosen(self, method: str, lag: int) -> float:
-    """Returns the rate chosen for a method at a lag, of those that were run here."""
-    configs = [self.fresh.configs[row.config] for row in self.rows[lag] if row.chosen]
-    return next(rate for name, _, rate in configs if name == method)
 
   def diagnostics(self, lags: Iterable[int]) -> str:
     """Returns a row per configuration: recorded quantities as means over all updates and seeds."""

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.reproductions import _lag_sweep_paired as paired
+from experiments.reproductions import _lag_sweep_tasks as problems
 from experiments.reproductions._intervals import grid
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
+from experiments.reproductions._lag_sweep_plan import LAST
 from experiments.reproductions._lag_sweep_plan import final_accuracy
 from experiments.reproductions._lag_sweep_run import CURVES
 from experiments.reproductions._lag_sweep_table import Table
@@ -53,25 +55,29 @@ def together(studies: Sequence[paired.Study], comparisons: int) -> str:
   return grid(["minus sync", "lag", "rate", *names, "seeds", "over all of them"], rows)
 
 
-def by_lag(studies: Sequence[paired.Study], method: str, comparisons: int) -> str:
-  """Returns a row per lag of a method at its chosen rates: what it loses, on how many seeds much, and by the lag.
+def by_lag(studies: Sequence[paired.Study], method: str, lags: Sequence[int], rate: float, comparisons: int) -> str:
+  """Returns a row per lag of a method: what it loses, on how many seeds much, and by the lag.
 
   Args:
-    studies: the studies; each has the method at all lags of the first, at the rates chosen there.
+    studies: the studies; of each the lags that it has count, and the differences of neighboring lags that it has both.
     method: the method.
+    lags: the lags, the shortest first.
+    rate: the learning rate.
     comparisons: the number of comparisons of all tables, for what is bold.
   """
   lines: list[list[str]] = []
-  shorter: np.ndarray | None = None
-  for lag in filter(None, studies[0].rows):
-    rate = studies[0].chosen(method, lag)
-    values = np.concatenate([study.minus_sync(method, lag, rate) for study in studies])
-    many = f"{int(lost_much(values).sum())} of {len(values)}"
-    more = "" if shorter is None else verdict(values - shorter, comparisons)
-    lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more])
-    shorter = values
+  for lag, shorter in zip(lags, (None, *lags)):
+    found = having(studies, (method, lag, rate))
+    values = np.concatenate([study.minus_sync(method, lag, rate) for study in found])
+    many, more, seeds = f"{int(lost_much(values).sum())} of {len(values)}", "", ""
+    if shorter is not None:
+      both = having(found, (method, shorter, rate))
+      differences = [study.accuracy(method, lag, rate) - study.accuracy(method, shorter, rate) for study in both]
+      every = np.concatenate(differences)
+      more, seeds = verdict(every, comparisons), str(len(every))
+    lines.append([str(lag), rate_text(rate), verdict(values, comparisons), many, more, seeds])
   much = f"loses more than {number(MUCH, 1)} on seeds"
-  return grid([f"{method} at lag", "rate", "minus sync", much, "minus the shorter lag"], lines)
+  return grid([f"{method} at lag", "rate", "minus sync", much, "minus the shorter lag", "over seeds"], lines)
 
 
 def by_loss(splits: Sequence[paired.Split], method: str, lags: Iterable[int], rate: float) -> str:
@@ -96,6 +102,20 @@ def by_loss(splits: Sequence[paired.Split], method: str, lags: Iterable[int], ra
         values = [measure(later[chosen, CURVES.index(name)]) for name in names]
         lines.append([str(lag), said, str(chosen.sum()), *values])
   return grid([f"{method} at lag", "loses", "runs", *names], lines)
+
+
+def by_update(split: paired.Split, pairs: Iterable[tuple[tuple[str, int, float], tuple[str, int, float]]]) -> str:
+  """Returns a row per pair of configurations: the accuracy of one minus that of the other in parts of the updates, each
+  as long as the one at the end of a run that is its accuracy; means over the fresh seeds."""
+  setting, rows = problems.SETTINGS[split.task], []
+  length = LAST * setting.probe_every
+  spans = [f"{start + 1}–{start + length}" for start in range(0, setting.steps, length)]
+  for pair in pairs:
+    one, other = (split.runs(*config)[:, CURVES.index("accuracy")].mean(axis=0) for config in pair)
+    parts = (one - other).reshape(-1, LAST).mean(axis=1).tolist()
+    names = [f"{method} at {rate_text(rate)}" for method, _, rate in pair]
+    rows.append([str(pair[0][1]), *names, *(("−" if x < 0 else "+") + number(abs(x)) for x in parts)])
+  return grid(["lag", "method", "minus", *spans], rows)
 
 
 def lost_much(differences: np.ndarray) -> np.ndarray:

@@ -37,6 +37,9 @@ from experiments.reproductions._lag_sweep_table import rate_text
 
 PAGES = pathlib.Path(__file__).parent
 
+#: The lags above 0 of the studies of ch4.
+LAGS = (4, 10, 32, 128)
+
 _MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -45,17 +48,16 @@ def counts(study: paired.Study) -> str:
   configs, seeds = study.fresh.configs, study.fresh.seeds
   return (
     f"{len(configs) * len(seeds)} runs: {len(configs)} configurations on each of {len(seeds)} seeds, {seeds[0]} to"
-    f" {seeds[-1]}; {study.comparisons} comparisons."
+    f" {seeds[-1]}; {study.comparisons} comparison{'s' * (study.comparisons != 1)}."
   )
 
 
 def comparisons() -> int:
-  """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, of TOPR by lag, and of what
-  lags cost where rates fall."""
-  by_lag = sum(lag > 0 for lag in results.every_lag().rows) - 1
+  """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, of pairs, of TOPR by lag,
+  and of what lags cost where rates fall."""
   over_several = len(several.shared(results.studies())) + len(compared.INGREDIENTS)
-  with_others = len(compared.ALL_RIVALS) + len(compared.FALLING)
-  return sum(x.comparisons for x in results.studies()) + over_several + with_others + by_lag
+  with_others = len(compared.ALL_RIVALS) + len(compared.PAIRS) + len(compared.FALLING)
+  return sum(x.comparisons for x in results.studies()) + over_several + with_others + len(LAGS) - 1
 
 
 def all_comparisons() -> str:
@@ -63,7 +65,7 @@ def all_comparisons() -> str:
   configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
-    " eight studies, over several, with TOPR, and of what lags cost."
+    " eight studies, over several, in pairs, and of what lags cost."
   )
 
 
@@ -94,6 +96,15 @@ def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
     rate_cell = rate_text(rate) + "*" * any(study.edge(config) for study in several.having(results.studies(), config))
     rows.append([method, str(lag), rate_cell, *_difference(method, "TOPR", lag, rate, 2e-4)])
   return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
+
+
+def pairs(found: tuple[tuple[int, tuple[str, float], tuple[str, float]], ...]) -> str:
+  """Returns a row per pair of methods, each with its rate: their difference at the same lag, on the same seeds."""
+  rows = []
+  for lag, (method, rate), (other, rate_of_other) in found:
+    names = [f"{name} at {rate_text(x)}" for name, x in ((method, rate), (other, rate_of_other))]
+    rows.append([str(lag), *names, *_difference(method, other, lag, rate, rate_of_other)])
+  return grid(["lag", "method", "minus", "seeds", "difference"], rows)
 
 
 def costs_of_lags() -> str:
@@ -181,24 +192,22 @@ TABLES: dict[str, Callable[[], str]] = {
   **_of_study("fresh", results.study, (10, 32)),
   **_of_study("later", results.later, (10, 32), results.LATER),
   **_of_study("missing", results.missing, (10, 32), results.MISSING),
-  **_of_study("remaining", results.remaining, (4, 10, 32, 128), results.REMAINING),
-  **_of_study("every lag", results.every_lag, (4, 10, 32, 128), results.EVERY_LAG),
+  **_of_study("remaining", results.remaining, LAGS, results.REMAINING),
+  **_of_study("every lag", results.every_lag, LAGS, results.EVERY_LAG),
   "every lag, against TOPR": lambda: rivals(compared.RIVALS_AT_EVERY_LAG),
   **_of_study("short lag", results.short_lag, (4, 10, 32), results.SHORT_LAG),
   **_rates("short lag", results.SHORT_LAG, (128,)),
   "short lag, against TOPR": lambda: rivals(compared.RIVALS_AT_LAG_4),
+  "short lag, pairs": lambda: pairs(compared.PAIRS_AT_LAG_4),
   **_of_study("falling", results.falling, (10, 32), results.FALLING),
   "falling, costs": costs_of_lags,
   "falling, against TOPR": lambda: rivals(compared.RIVALS_THAT_FALL),
+  "falling, by update": lambda: several.by_update(results.FALLING, compared.ALONG),
+  "falling, pairs": lambda: pairs(compared.PAIRS_THAT_FALL),
   **_of_study("nearest", results.nearest, (10,)),
-  "TOPR by loss": lambda: several.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", (4, 10, 32, 128), 2e-4),
-  "TOPR by lag": lambda: several.by_lag([results.remaining(), results.every_lag()], "TOPR", comparisons()),
-  "covered": lambda: several.coverage(
-    results.studies(),
-    results.tries(),
-    compared.COVERED,
-    (4, 10, 32, 128),
-  ),
+  "TOPR by loss": lambda: several.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", LAGS, 2e-4),
+  "TOPR by lag": lambda: several.by_lag(results.studies(), "TOPR", LAGS, 2e-4, comparisons()),
+  "covered": lambda: several.coverage(results.studies(), results.tries(), compared.COVERED, LAGS),
   "sorting, counts": lambda: counts(results.sorting()),
   "sorting, no lag": lambda: results.sorting().table(0),
   "sorting, lag 10": lambda: results.sorting().table(10),

@@ -10,6 +10,7 @@ import pytest
 
 from async_rl import learning
 from async_rl import models
+from async_rl import stabilizers
 from experiments.reproductions import _compared as compared
 from experiments.reproductions import _intervals as intervals
 from experiments.reproductions import _lag_sweep_gac as gac
@@ -79,11 +80,12 @@ def test_every_figure_in_the_text_about_fresh_seeds_stands_in_a_table(page, leas
   assert quoted <= made
 
 
-def _example(code: str) -> learning.Objective:
-  names = {"optax": optax, "learning": learning}
-  exec(code, names)
-  assert isinstance(names["optimizer"], optax.GradientTransformation)
-  return names["objective"]
+def _example(page: str, place: int) -> dict:
+  """Returns what a block of Python on a page defines."""
+  names = {"jnp": jnp, "learning": learning, "optax": optax, "stabilizers": stabilizers}
+  text = (tables.PAGES / f"{page}.md").read_text()
+  exec(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[place], names)
+  return names
 
 
 @pytest.mark.parametrize(
@@ -97,8 +99,7 @@ def _example(code: str) -> learning.Objective:
   ],
 )
 def test_an_example_on_a_page_is_what_was_measured(page, place, loss, exact):
-  text = (tables.PAGES / f"{page}.md").read_text()
-  objective = _example(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[place])
+  objective = _example(page, place)["objective"]
   logprobs, behavior = jnp.log(jnp.array([[0.4, 0.7], [0.2, 0.3]])), jnp.log(jnp.array([[0.5, 0.5], [0.2, 0.4]]))
   advantages, mask = jnp.array([[1.0, 1.0], [-1.0, -1.0]]), jnp.array([[True, True], [True, False]])
   stats = models.TokenStats(logprobs, jnp.ones((2, 2)), jnp.ones((2, 2)))
@@ -114,6 +115,39 @@ def test_an_example_on_a_page_is_what_was_measured(page, place, loss, exact):
 
 
 @pytest.mark.parametrize(
+  ("page", "place", "knobs"),
+  [
+    ("which_correction", 0, {}),
+    ("which_correction", 1, {"b1": 0.97}),
+    ("every_lag", 0, {}),
+    ("short_lag", 0, {"b1": 0.5}),
+    ("short_lag", 1, {"align_low": 0.05, "align_high": 0.8}),
+    ("falling_rate", 0, {"b1": 0.5, "rate": 8e-4, "fall": 1.0}),
+  ],
+)
+def test_the_optimizer_of_an_example_is_what_was_measured(page, place, knobs):
+  updates = 400
+  optimizers = (
+    optax.with_extra_args_support(_example(page, place)["optimizer"]),
+    sweep_methods.optimizer(sweep_methods.Knobs(**({"rate": 2e-4} | knobs)), updates),
+  )
+  extra = {"log_weights": jnp.zeros(2), "mean_lag": 4.0}
+  params, gradients = jnp.zeros(5), jax.random.normal(jax.random.key(0), (updates, 5)) + 0.5
+
+  def steps(optimizer):
+    def step(state, gradient):
+      update, state = optimizer.update(gradient, state, params, **extra)
+      return state, update
+
+    return jax.lax.scan(step, optimizer.init(params), gradients)[1]
+
+  got, wanted = (np.asarray(steps(optimizer)) for optimizer in optimizers)
+  start = 0 if "fall" in knobs else 2 * sweep_methods.WARMUP  # a constant rate has no warm-up in the examples
+  assert np.abs(wanted).max() > 1e-4
+  np.testing.assert_allclose(got[start:], wanted[start:], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize(
   "name", ["study", "later", "missing", "remaining", "every_lag", "short_lag", "falling", "nearest"]
 )
 def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
@@ -121,14 +155,14 @@ def test_the_number_of_comparisons_is_that_of_the_differences_shown(name):
   shown = [line.split("|")[4:] for lag in study.rows for line in study.table(lag).splitlines()[2:]]
   differences = [cell for line in shown for cell in line if "±" in cell]
   assert len(differences) == study.comparisons
-  assert f"{study.comparisons} comparisons" in tables.counts(study)
+  assert f" {study.comparisons} comparison{'s' * (study.comparisons > 1)}." in tables.counts(study)
 
 
 def test_all_comparisons_are_counted():
-  names = [name for name in tables.TABLES if name.endswith("against TOPR")]
+  names = [name for name in tables.TABLES if name.endswith(("against TOPR", ", pairs"))]
   shown = [tables.TABLES[name]() for name in (*names, "rivals", "ingredients", "several studies", "falling, costs")]
-  shown.append("\n".join(line for line in tables.TABLES["TOPR by lag"]().splitlines() if not line.startswith("| 4 ")))
   extra = [line.split("|")[-2] for text in shown for line in text.splitlines()[2:]]
+  extra += [line.split("|")[-3] for line in tables.TABLES["TOPR by lag"]().splitlines()[3:]]  # from the second lag on
   assert all("±" in cell for cell in extra)
   assert tables.comparisons() == sum(study.comparisons for study in results.studies()) + len(extra)
 
@@ -178,21 +212,50 @@ def test_a_method_is_compared_with_itself_at_the_shorter_lag_by_seed():
       # The second alone loses more than .1; .7 − .8 is a little below −.1 in float32.
       ("TOPR", 4, 1e-4): [0.45, 0.45, 0.7],
       ("TOPR", 10, 1e-4): [0.4, 0.4, 0.65],
-      ("TOPR", 10, 2e-4): [0.9, 0.9, 0.9],  # not the chosen rate
+      ("TOPR", 10, 2e-4): [0.9, 0.9, 0.9],  # another rate
     }
   )
   chosen = _table({("sync", 0, 1e-4): [0.5], ("TOPR", 4, 1e-4): [0.4], ("TOPR", 10, 1e-4): [0.4]})
   study = paired.Study(fresh, [chosen], (0, 4, 10))
-  *_, first, second_line = several.by_lag([study], "TOPR", 1).splitlines()
+  *_, first, second_line = several.by_lag([study], "TOPR", (4, 10), 1e-4, 1).splitlines()
   assert first.startswith("| 4 | 1e-4 | ")
-  assert first.endswith(" | 1 of 3 |  |")
-  assert second_line.endswith(" | 2 of 3 | **−.050 ± .000** |")
+  assert first.endswith(" | 1 of 3 |  |  |")
+  assert second_line.endswith(" | 2 of 3 | **−.050 ± .000** | 3 |")
   more = _table({("sync", 0, 1e-4): [0.5, 0.6], ("TOPR", 4, 1e-4): [0.3, 0.4], ("TOPR", 10, 1e-4): [0.35, 0.45]})
   other = paired.Study(more, [chosen], (0, 4, 10))  # each study's own sync, each seed with itself
-  *_, first, second_line = several.by_lag([study, other], "TOPR", 1).splitlines()
-  assert first.endswith(" | 3 of 5 |  |")
+  *_, first, second_line = several.by_lag([study, other], "TOPR", (4, 10), 1e-4, 1).splitlines()
+  assert first.endswith(" | 3 of 5 |  |  |")
   gained = intervals.verdict(np.array([-0.05, -0.05, -0.05, 0.05, 0.05]), 1)
-  assert second_line.endswith(f" | 4 of 5 | {gained} |")
+  assert second_line.endswith(f" | 4 of 5 | {gained} | 5 |")
+  # One with a single lag counts there, and in no difference of lags.
+  single = paired.Study(_table({("sync", 0, 1e-4): [0.5, 0.6], ("TOPR", 10, 1e-4): [0.5, 0.6]}), [chosen], (0, 10))
+  *_, same, second_line = several.by_lag([study, single, other], "TOPR", (4, 10), 1e-4, 1).splitlines()
+  assert same == first
+  assert second_line.endswith(f" | 4 of 7 | {gained} | 5 |")
+
+
+def test_accuracies_are_compared_along_the_training(tmp_path):
+  made = plans.Results(tmp_path)
+  for method, lag, early, late in (("sync", 0, (0.5, 0.25), (0.5, 0.75)), ("TOPR", 4, (0.25, 0.25), (0.75, 0.75))):
+    curves = {name: np.zeros((2, 40)) for name in runs.CURVES}
+    curves["accuracy"][:, :5] += np.array(early)[:, None]
+    curves["accuracy"][:, -5:] += np.array(late)[:, None]
+    made.add([plans.Run("ch4", method, lag, 2e-4, seed) for seed in range(2)], curves, {0: 7, 1: 7})
+  made.save("ch4")
+  split = paired.Split(tmp_path, "ch4", (), range(2))
+  header, _, line = several.by_update(split, [(("TOPR", 4, 2e-4), ("sync", 0, 2e-4))]).splitlines()
+  assert header.split(" | ")[3:5] == ["1–50", "51–100"]
+  assert header.endswith(" | 351–400 |")
+  assert line == "| 4 | TOPR at 2e-4 | sync at 2e-4 | −.12 |" + " +.00 |" * 6 + " +.12 |"
+
+
+def test_pairs_are_compared_by_seed():
+  _, _, trm, projected = tables.pairs(compared.PAIRS_AT_LAG_4).splitlines()
+  study = results.short_lag()
+  for line, other in ((trm, "TRM, bounds x 100"), (projected, "TOPR + GAC .05/.8")):
+    values = study.minus_sync("TOPR, momentum .5", 4, 2e-4) - study.minus_sync(other, 4, 2e-4)
+    wanted = intervals.verdict(values, tables.comparisons())
+    assert line == f"| 4 | TOPR, momentum .5 at 2e-4 | {other} at 2e-4 | 20 | {wanted} |"
 
 
 def test_runs_that_lose_much_are_told_apart_from_the_others(tmp_path):
@@ -313,16 +376,30 @@ def study():
 
 def test_a_study_compares_with_sync_and_with_the_control_at_the_same_rate(study):
   header, _, *lines = study.table(10).splitlines()
-  assert header == "| lag 10 | rate | accuracy | minus sync | minus sync, OPOB exact | control | minus control |"
+  assert header == "| lag 10 | rate | accuracy | minus sync | control | minus control |"
   assert [line.split(" | ")[:2] for line in lines] == [
     ["| PPO", "2e-4 c*"],
     ["| PPO", "1e-4"],
     ["| no correction", "1e-4"],
   ]
   assert "| **−.100 ± .000** |" in lines[0]
-  assert lines[0].endswith("|  |  |  |")  # there is no run without a correction at this rate, nor a chosen one
+  assert lines[0].endswith("|  |  |")  # there is no run without a correction at this rate, nor a chosen one
   assert "| no correction | +.400 ± " in lines[1]
   assert study.comparisons == 4
+
+
+def test_what_is_like_a_variant_of_sync_is_compared_with_it_as_well():
+  names = ("sync", "sync, OPOB exact", "sync, falling rate", "VESPO + OPOB, exact", "TOPR, falling rate", "TOPR")
+  lags = [0 if name.startswith("sync") else 10 for name in names]
+  accuracies = ([0.5, 0.6], [0.6, 0.7], [0.7, 0.8], [0.4, 0.5], [0.3, 0.4], [0.2, 0.3])
+  fresh = _table({(name, lag, 2e-4): x for name, lag, x in zip(names, lags, accuracies, strict=True)})
+  study = paired.Study(fresh, [fresh], (0, 10))
+  header, _, exact, falling, plain = study.table(10).splitlines()
+  assert header.split(" | ")[3:6] == ["minus sync", "minus sync, OPOB exact", "minus sync, falling rate"]
+  assert exact.split(" | ")[4:6] == ["**−.200 ± .000**", ""]
+  assert falling.split(" | ")[4:8] == ["", "**−.400 ± .000**", "TOPR", "**+.100 ± .000** |"]
+  assert plain.split(" | ")[4:6] == ["", ""]
+  assert study.comparisons == 5 + 1 + 1 + 1  # sync, both variants of it, and TOPR as a control
 
 
 def test_a_configuration_without_all_seeds_is_left_out(study):
