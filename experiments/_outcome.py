@@ -24,7 +24,8 @@ def describe_outcome(summary: Summary, options: Options, arguments: Sequence[str
   """Returns the last lines of a run.
 
   The commands are whole ones, for the folder in which the run was started. None proposes what the run already is or
-  has, or what could not work: more steps after the data ended, or a lag in the `sync` mode.
+  has, or what could not work: more steps after the data ended or the learning rate fell to 0, or a lag in the `sync`
+  mode.
 
   Args:
     summary: how the run ended.
@@ -45,11 +46,12 @@ def describe_outcome(summary: Summary, options: Options, arguments: Sequence[str
   ]
   if importlib.util.find_spec("tensorboard") is not None:
     lines.append(f"Watch       {python} -m tensorboard.main --logdir {shlex.quote(str(folder.tensorboard))}")
-  if not summary.ended_early and not _is_replay(options):
-    lines.append(f"Go on       {_train(arguments, steps=2 * summary.version)}")
+  steps = 2 * summary.version
+  if not summary.ended_early and not _is_replay(options) and _has_rate(options, steps):
+    lines.append(f"Go on       {_train(arguments, steps=steps)}")
     if summary.lag_bound:
-      steps = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
-      lines.append(f"            (the lag of the first {steps} after this end is less than in a run planned longer)")
+      first = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
+      lines.append(f"            (the lag of the first {first} after this end is less than in a run planned longer)")
   lines += _other_run(summary, options, arguments)
   if options.devices.process_id is not None:
     lines.append("            (commands that train: in every process, with its number as I)")
@@ -79,6 +81,12 @@ def _other_run(summary: Summary, options: Options, arguments: Sequence[str]) -> 
 def _is_replay(options: Options) -> bool:
   """Returns whether the run repeated a recorded schedule, which fixes its lags and its end."""
   return options.schedule.mode == "simulated" and options.schedule.lag not in LAG_KINDS
+
+
+def _has_rate(options: Options, steps: int) -> bool:
+  """Returns whether the learning rate lasts for so many steps; one that falls is 0 in the end."""
+  adam = getattr(options, "adam", None)
+  return adam is None or adam.decay_steps is None or steps <= adam.decay_steps
 
 
 def _train(arguments: Sequence[str], **changes: Any) -> str:

@@ -126,7 +126,7 @@ def choose_rate(table: Table, method: str, lag: int, seeds: Iterable[int] | None
 def rate_text(rate: float) -> str:
   """Returns a learning rate as text.
 
-  >>> rate_text(2e-4)
-  '2e-4'
+  >>> rate_text(2e-4), rate_text(1.6e-3)
+  ('2e-4', '1.6e-3')
   """
-  return f"{rate:.0e}".replace("e-0", "e-")
+  return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")

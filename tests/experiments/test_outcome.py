@@ -90,6 +90,9 @@ def test_what_an_extension_changes_is_said(lag_bound, said):
 
 def test_nothing_is_proposed_that_could_not_work(tmp_path, monkeypatch):
   assert "Go on" not in describe("r", ["quickstart"], ended_early=True)
+  falling = ["quickstart", "--steps", "7", "--decay-steps"]
+  assert "Go on" not in describe("r", [*falling, "13"])
+  assert describe("r", [*falling, "14"])["Go on"].endswith(" --decay-steps 14 --steps 14")
   schedule = tmp_path / "schedule.jsonl"
   schedule.write_text("")
   assert not {"Go on", "Try"} & describe("r", ["quickstart", "--mode", "simulated", "--lag", str(schedule)]).keys()
