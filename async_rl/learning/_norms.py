@@ -25,7 +25,8 @@ def squared_gradient_norms(
   """Exact ‖∇ log π(τ_i)‖² over the trained parameters, float32 [B]: one gradient for each sequence.
 
   Args:
-    score: (params, tokens, segments, positions), int32 [R, T] each, to `models.TokenStats`.
+    score: (params, tokens, segments, positions), int32 [R, T] each, with *scored* and *chunk*, as `models.score` has
+      them, to `models.TokenStats`.
     params: of the policy.
     batch: packed.
     longest: tokens of the longest sequence, prompt included; every pass is over this many.
@@ -35,6 +36,7 @@ def squared_gradient_norms(
   trainable, frozen = models.split_trainable(params)
   width = batch.tokens.shape[-1]
   longest = min(longest, width)
+  size = min(batch.mask.shape[1], longest)
 
   def one(b: Array) -> Array:
     row, place = batch.index[b, 0] // width, batch.index[b, 0] % width  # of its first completion token
@@ -44,9 +46,13 @@ def squared_gradient_norms(
     alone = (segments == whole[1][place]).astype(segments.dtype)
     rows = [jnp.broadcast_to(x, (copies, longest)) for x in (tokens, alone, positions)]
     index = jnp.clip(batch.index[b] - row * width - begin, 0, longest - 1)
+    # Logits of the completion's tokens alone, in one chunk: no prompt is longer than what it leaves of the row.
+    first = jnp.argsort(~jnp.zeros(longest, bool).at[index].set(True), stable=True)
+    scored = models.Scored(jnp.broadcast_to(first, (copies, longest)), jnp.int32(size))
 
     def log_probability(trainable):
-      return jnp.sum(jnp.where(batch.mask[b], score({**frozen, **trainable}, *rows).logprobs[0][index], 0.0))
+      stats = score({**frozen, **trainable}, *rows, scored=scored, chunk=size)
+      return jnp.sum(jnp.where(batch.mask[b], stats.logprobs[0][index], 0.0))
 
     return losses.tree_squared_norm(jax.grad(log_probability)(trainable))
 
