@@ -46,7 +46,7 @@ def squared_gradient_norms(
     alone = (segments == whole[1][place]).astype(segments.dtype)
     rows = [jnp.broadcast_to(x, (copies, longest)) for x in (tokens, alone, positions)]
     index = jnp.clip(batch.index[b] - row * width - begin, 0, longest - 1)
-    # Logits of the completion's tokens alone, in one chunk: no prompt is longer than what it leaves of the row.
+    # Logits are formed of one chunk of tokens, in which those of the completion come first.
     first = jnp.argsort(~jnp.zeros(longest, bool).at[index].set(True), stable=True)
     scored = models.Scored(jnp.broadcast_to(first, (copies, longest)), jnp.int32(size))
 
