@@ -3,10 +3,8 @@
 import contextlib
 import importlib.metadata
 import importlib.util
-import math
 import os
 import pathlib
-import sys
 import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -41,31 +39,11 @@ def pytest_collection_modifyitems(items):
     raise pytest.UsageError(f"give these tests ids: {', '.join(addressed)}")
 
 
-#: Folders of tests whose modules share the programs of a worker. No test of theirs replaces what is traced.
-SHARING = ("experiments", "learning", "losses", "runtime", "stabilizers")
-#: A worker that has more memory forgets its programs: one that kept all of them would grow by gigabytes.
-KEPT_BYTES = 2e9
-_last_folder = None
-
-
-def _resident_bytes():
-  """The memory of this process; infinite where the system does not tell."""
-  try:
-    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
-  except OSError:
-    return math.inf
-  return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs(request):
-  """Modules start without the programs of others but those of their folder; programs on disk are found again."""
-  global _last_folder
-  last, _last_folder = _last_folder, request.path.parent.name
-  if _last_folder != last or last not in SHARING or _resident_bytes() > KEPT_BYTES:
-    if sharing := sys.modules.get("sharing"):  # which tests of less do without
-      sharing.SHARED.forget()
-    jax.clear_caches()
+def _forget_programs():
+  """A worker that kept every compiled program would grow to gigabytes; those on disk are found again."""
+  yield
+  jax.clear_caches()
 
 
 @pytest.fixture

@@ -70,15 +70,12 @@ def comparable(value):
   return type(value), value
 
 
-#: What the runs of this process share.
-SHARED = SharedPrograms()
-
-
 def share_programs(patch):
   """Lets the runs of this process share what equal experiments compile."""
-  patch.setattr(learning, "Learner", functools.partial(SHARED.learner, learning.Learner))
-  patch.setattr(_engine, "Programs", SHARED.programs)
-  return SHARED
+  shared = SharedPrograms()
+  patch.setattr(learning, "Learner", functools.partial(shared.learner, learning.Learner))
+  patch.setattr(_engine, "Programs", shared.programs)
+  return shared
 
 
 def leave_pictures_out(patch):
@@ -88,7 +85,7 @@ def leave_pictures_out(patch):
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
-  """What equal experiments compile once; `forget` makes the next run compile everything again."""
+  """What equal experiments of a module compile once; `forget` makes the next run compile everything again."""
   with pytest.MonkeyPatch.context() as patch:
     yield share_programs(patch)
 
