@@ -143,7 +143,7 @@ def run_wide(attention, mesh=None):
   "axes",
   [
     {},
-    dict(data=2, tensor=2),
+    pytest.param(dict(data=2, tensor=2), marks=pytest.mark.slow),
     dict(data=2, fsdp=2, tensor=2),
   ],
 )

@@ -126,6 +126,7 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path):
   assert resumed_host["ledger"] == host["ledger"]
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_can_be_replayed(tmp_path):
   options = dict(steps=6, max_lag=2, decode_chunk=2)
   summary, state, _ = run(tiny_lora(tmp_path / "async", mode="async", **options))

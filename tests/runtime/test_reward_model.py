@@ -260,6 +260,7 @@ def test_no_steps_and_pairs_that_do_not_fit_are_errors():
       train(stage)
 
 
+@pytest.mark.slow
 def test_a_run_rewarded_by_a_model_is_killed_and_resumed_bit_for_bit(tmp_path):
   make = lambda name: words(
     tmp_path / name, lag="rounds", max_lag=3, checkpoint_every=2, steps=7, eval_prompts=8, eval_every=4

@@ -368,7 +368,7 @@ def test_the_step_is_compiled_while_the_first_batch_is_sampled(
   assert new == [0, 0, 0]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_no_recompilation_after_the_first_steps(tmp_path, shared_programs, compilations, mode):
   """On a mesh for each part and on one for both; simulated runs have the programs of asynchronous ones."""
   shared_programs.forget()

@@ -53,7 +53,7 @@ def test_weights_change_under_unfinished_samples_of_an_asynchronous_run(tmp_path
   assert max(r["staleness/max"] for r in rows(summary)) <= 2
 
 
-@pytest.mark.parametrize("mode", ["simulated", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("simulated", marks=pytest.mark.slow), "async"])
 def test_a_run_with_an_engine_per_device_is_the_run_with_one_engine(tmp_path, monkeypatch, mode):
   """Both share the devices with the learner; in the asynchronous run, within the bound."""
   make = lambda name: tiny(run_dir=str(tmp_path / name), mode=mode, steps=3, eval_prompts=4, generation_devices=0)

@@ -119,7 +119,10 @@ def send_in(patch, owner, name, number, when):
   patch.setattr(owner, name, wrapped)
 
 
-@pytest.mark.parametrize(("mode", "number", "status"), [("simulated", *SIGNALS[0]), ("sync", *SIGNALS[1])])
+@pytest.mark.parametrize(
+  ("mode", "number", "status"),
+  [("simulated", *SIGNALS[0]), pytest.param("sync", *SIGNALS[1], marks=pytest.mark.slow)],
+)
 def test_a_signal_while_groups_are_sampled_stops_between_two_chunks(tmp_path, monkeypatch, mode, number, status):
   make = lambda name: tiny(run_dir=str(tmp_path / name), mode=mode, decode_chunk=2, steps=4)
   _, whole, host = run(make("whole"))

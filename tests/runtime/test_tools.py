@@ -72,6 +72,7 @@ def complete(parts, count=8, **options):
     return runtime.complete(parts.sampler, parts.encoder, [parts.prompts.request(t) for t in range(count)], 2, pool)
 
 
+@pytest.mark.slow
 def test_simulated_at_lag_zero_is_sync_bit_for_bit(tmp_path):
   shared = dict(generation_devices=0, max_lag=0, steps=4, eval_prompts=4)
   experiment = talk(tmp_path / "simulated", reward_workers=1, **shared)

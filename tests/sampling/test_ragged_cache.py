@@ -32,7 +32,7 @@ def expected():
 
 
 @pytest.mark.usefixtures("interpreted_kernels")
-@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param({"data": 1}, marks=pytest.mark.slow), {"data": 2, "tensor": 2}], ids=str)
 def test_samples_and_their_logprobs_are_those_of_plain_attention(axes, expected):
   devices = np.array(jax.devices()[: np.prod(list(axes.values()))]).reshape(tuple(axes.values()))
   engine, got = drawn("ragged", models.named_mesh(devices, tuple(axes)))
