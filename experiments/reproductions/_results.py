@@ -42,9 +42,10 @@ def earlier() -> Table:
   return Table.load(reports.RESULTS / "lag_sweep_ch4.npz")
 
 
-def tries() -> list[Table]:
-  """Returns the runs that the studies of ch4 tried rates on, the last ones first."""
-  return [FALLING.tries, SHORT_LAG.tries, EVERY_LAG.tries, REMAINING.tries, MISSING.tries, LATER.tries, earlier()]
+def tries(newest: paired.Split = FALLING) -> list[Table]:
+  """Returns the runs that the studies of ch4 up to *newest* tried rates on, the last ones first."""
+  splits = (FALLING, SHORT_LAG, EVERY_LAG, REMAINING, MISSING, LATER)
+  return [*(split.tries for split in splits[splits.index(newest) :]), earlier()]
 
 
 @functools.cache
@@ -56,25 +57,25 @@ def study() -> paired.Study:
 @functools.cache
 def later() -> paired.Study:
   """Returns the study of later methods."""
-  return paired.Study(LATER.fresh, tries()[5:])
+  return paired.Study(LATER.fresh, tries(LATER))
 
 
 @functools.cache
 def missing() -> paired.Study:
   """Returns the study of missing methods."""
-  return paired.Study(MISSING.fresh, tries()[4:])
+  return paired.Study(MISSING.fresh, tries(MISSING))
 
 
 @functools.cache
 def remaining() -> paired.Study:
   """Returns the study of remaining methods."""
-  return paired.Study(REMAINING.fresh, tries()[3:], (0, 4, 10, 32, 128))
+  return paired.Study(REMAINING.fresh, tries(REMAINING), (0, 4, 10, 32, 128))
 
 
 @functools.cache
 def every_lag() -> paired.Study:
   """Returns the study of every correction at every lag; its plan takes two methods' rates from the earlier runs."""
-  own, *others = tries()[2:]
+  own, *others = tries(EVERY_LAG)
   return paired.Study(EVERY_LAG.fresh, [own, earlier().among(("PPO", "M2PO")), *others], (0, 4, 10, 32, 128))
 
 
@@ -82,7 +83,7 @@ def every_lag() -> paired.Study:
 def short_lag() -> paired.Study:
   """Returns the study of short lags; TOPR's rate had been chosen in that of remaining methods."""
   topr = REMAINING.tries.among(("TOPR",))
-  return paired.Study(SHORT_LAG.fresh, [topr, *tries()[1:]], (0, 4, 10, 32))
+  return paired.Study(SHORT_LAG.fresh, [topr, *tries(SHORT_LAG)], (0, 4, 10, 32))
 
 
 @functools.cache
@@ -94,7 +95,7 @@ def falling() -> paired.Study:
 @functools.cache
 def nearest() -> paired.Study:
   """Returns further seeds of what is nearest to sync."""
-  return paired.Study(NEAREST.fresh, tries()[4:], (0, 10))
+  return paired.Study(NEAREST.fresh, tries(MISSING), (0, 10))
 
 
 @functools.cache

@@ -112,10 +112,8 @@ def costs_of_lags() -> str:
   study, rows = results.falling(), []
   gain = study.minus_sync("sync, falling rate", 0, 4e-4)
   for lag, falling, constant in compared.FALLING:
-    both, neither = (
-      study.minus_sync(falling[0], lag, falling[1]) - gain,
-      study.minus_sync(constant[0], lag, constant[1]),
-    )
+    both = study.minus_sync(falling[0], lag, falling[1]) - gain
+    neither = study.minus_sync(constant[0], lag, constant[1])
     costs = (verdict(x, comparisons()) for x in (both, neither, both - neither))
     rows.append([str(lag), *(f"{name} at {rate_text(rate)}" for name, rate in (falling, constant)), *costs])
   return grid(["lag", "falls", "does not", "cost where both fall", "where neither does", "difference"], rows)
