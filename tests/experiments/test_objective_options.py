@@ -1,14 +1,10 @@
 """Constants of the loss on the command line, after the objective's name."""
 
-import re
-
 import pytest
 from tiny_weights import chatting_weights
 
-from async_rl import learning
 from experiments import configs
 from experiments import train
-from experiments.reproductions import tables
 
 CONFIGS = [name for name in configs.NAMES if hasattr(configs.load(name).defaults, "correction")]
 
@@ -58,16 +54,3 @@ def test_constants_are_recorded_and_a_run_resumes_with_the_same_ones_alone(tmp_p
   assert change in capfd.readouterr().err
   assert train.main([*command, *wide, "--steps", "2"]) == 0
   assert "resumed at step 1" in "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize("page", ["which_correction", "every_lag"])
-def test_the_command_of_a_page_is_its_example(page):
-  """Each `--objective name:...` on a page has the loss and the constants of one of the page's examples in Python."""
-  text = (tables.PAGES / f"{page}.md").read_text()
-  examples = re.findall(r"learning\.objective\(.*?\)$", text, flags=re.MULTILINE)
-  made = [eval(example, {"learning": learning}).loss for example in examples]
-  commands = re.findall(r"`--objective (\S+:[^\s`]+)", text)
-  assert commands
-  for command in commands:
-    loss = learning.objective(command).loss
-    assert any(x.func is loss.func and x.keywords == loss.keywords for x in made if hasattr(x, "func"))
