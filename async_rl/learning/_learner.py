@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from async_rl import losses
 from async_rl import models
 from async_rl import stabilizers
-from async_rl._validation import check_number
+from async_rl._validation import check_choice
 from async_rl.learning._batch import BatchShape
 from async_rl.learning._copied_score import CopiedScore
 from async_rl.learning._learner_metrics import LAG_EDGES
@@ -24,6 +24,9 @@ from async_rl.learning._learner_metrics import optimizer_metrics
 from async_rl.learning._learner_metrics import value_metrics
 from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._loss_scale import pull_back
+from async_rl.learning._norms import EXACT_NORMS
+from async_rl.learning._norms import packed_squared_norms
+from async_rl.learning._norms import resolve_exact_norms
 from async_rl.learning._norms import squared_gradient_norms
 from async_rl.learning._objective import BatchQuantities
 from async_rl.learning._objective import Objective
@@ -61,14 +64,15 @@ class Learner(PlacedModel):
     head_chunk: the number of a device's tokens whose logits are formed at a time.
     max_lag: the largest lag of a token, which bounds the buckets of the metrics by lag; `None`: any. At 0 there are no
       such metrics.
-    norm_sequences: the number of sequences whose exact gradient norms are computed at a time, where the objective needs
-      them: each takes the memory of a gradient in float32. With more than one, attention is XLA's there on GPUs.
+    exact_norms: how exact gradient norms are computed where the objective needs them: "packed" for all sequences of a
+      micro-batch at a time, "single" for one sequence at a time, "auto" for what takes fewer operations, see
+      `resolve_exact_norms`.
 
   Attributes:
     policy: the policy, on the mesh.
 
   Raises:
-    ValueError: if the mesh does not divide the rows of a micro-batch.
+    ValueError: if the mesh does not divide the rows of a micro-batch, or *exact_norms* is none of these.
   """
 
   def __init__(
@@ -82,15 +86,16 @@ class Learner(PlacedModel):
     temperature: float = 1.0,
     head_chunk: int = models.HEAD_CHUNK,
     max_lag: int | None = None,
-    norm_sequences: int = 1,
+    exact_norms: str = "auto",
   ):
-    check_number("norm_sequences", norm_sequences, whole=True, at_least=1)
-    self._norm_sequences = norm_sequences
+    check_choice("exact_norms", exact_norms, EXACT_NORMS)
+    self._exact_norms = resolve_exact_norms(exact_norms, policy, shape, head_chunk)
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
     self.objective = objective
     if objective.gae is not None:
       self._critic_rate = objective.gae.value_rate
     super().__init__(self.policy, optimizer, shape, mesh)
+    self._temperature, self._head_chunk = temperature, head_chunk
     self._score = functools.partial(models.score, temperature=temperature, chunk=head_chunk)
     shardings = all_params(self.state_shardings)
     self._copied_score = CopiedScore(self.policy, shardings, temperature=temperature, chunk=head_chunk)
@@ -214,12 +219,7 @@ class Learner(PlacedModel):
     if reference_params is not None:
       reference = self._score_all(_with_frozen(params, reference_params), batch).logprobs
     if needed.needs_exact_norms:
-      policy = dataclasses.replace(self.policy, max_segments=None)  # their rows have padding on both sides
-      at_once = self._norm_sequences
-      if at_once > 1 and policy.attention_backend == "cudnn":
-        policy = dataclasses.replace(policy, attention="xla")  # JAX (0.11) cannot vectorize cuDNN's with a mask
-      score = functools.partial(self._score, policy)
-      norms = squared_gradient_norms(score, params, batch, self.shape.sequence_tokens, self._row_devices, at_once)
+      norms = self._squared_norms(params, batch)
     return BatchQuantities(
       rewards=batch.rewards,
       groups=batch.groups,
@@ -230,6 +230,15 @@ class Learner(PlacedModel):
       reference=reference,
       squared_norms=norms,
     )
+
+  def _squared_norms(self, params: models.Params, batch: Batch) -> Array:
+    if self._exact_norms == "packed":
+      return packed_squared_norms(
+        self.policy, params, batch, self.shape, temperature=self._temperature, chunk=self._head_chunk
+      )
+    policy = dataclasses.replace(self.policy, max_segments=None)  # their rows have padding on both sides
+    score = functools.partial(self._score, policy)
+    return squared_gradient_norms(score, params, batch, self.shape.sequence_tokens, self._row_devices)
 
   def _accumulate(
     self, state: TrainState, batch: Batch, advantages: Array, returns: Array | None, options: dict[str, Array]

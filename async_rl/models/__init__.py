@@ -34,6 +34,7 @@ from async_rl.models._policy import Cache
 from async_rl.models._policy import Policy
 from async_rl.models._policy import limit_vocabulary
 from async_rl.models._reward_model import RewardModel
+from async_rl.models._sequence_norms import squared_score_norms
 from async_rl.models._sharding import AXES
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import RULES
@@ -46,6 +47,7 @@ from async_rl.models._sharding import with_shardings
 from async_rl.models._shared_attention import SharedPrompts
 from async_rl.models._shared_attention import check_shared
 from async_rl.models._shared_attention import shared_attention
+from async_rl.models._taps import Sequences
 from async_rl.models._token_stats import HEAD_CHUNK
 from async_rl.models._token_stats import Scored
 from async_rl.models._token_stats import TokenStats

@@ -75,11 +75,15 @@ class Norms:
   def add(self, x: Array, h: Array | None, norm: RMSNorm, uses: int) -> tuple[Array, ...]:
     """Returns x + h [..., D], x alone for `None`, and norm of that, `uses` times."""
     x = x if h is None else checkpoint_name(x + h, "norm")
-    return x, *[checkpoint_name(norm(x), "norm")] * uses
+    return x, *[checkpoint_name(self.apply(x, norm), "norm")] * uses
 
   def rotate(self, x: Array, norm: RMSNorm | None, angles: Array) -> Array:
     """Returns norm(x) [..., heads, d], x for `None`, rotated by angles [..., d / 2]."""
-    return checkpoint_name(rotated(x if norm is None else norm(x), angles), "norm")
+    return checkpoint_name(rotated(x if norm is None else self.apply(x, norm), angles), "norm")
+
+  def apply(self, x: Array, norm: RMSNorm) -> Array:
+    """Returns norm(x)."""
+    return norm(x)
 
 
 def rotated(x: Array, angles: Array) -> Array:
@@ -168,7 +172,7 @@ class Layer(nnx.Module):
     q_norm, k_norm = (self.q_norm, self.k_norm) if c.qk_norm else (None, None)
     out, extra = attend(q, k, v, Rotation(norms, q_norm, k_norm, angles))
     h = linear("o", out.reshape(*out.shape[:-2], -1))
-    x, for_gate, for_up = norms.add(x, self.attention_post_norm(h) if c.post_norms else h, self.mlp_norm, 2)
+    x, for_gate, for_up = norms.add(x, norms.apply(h, self.attention_post_norm) if c.post_norms else h, self.mlp_norm, 2)
     activation = jax.nn.silu if c.activation == "silu" else jax.nn.gelu
     h = linear("down", activation(linear("gate", for_gate)) * linear("up", for_up))
-    return x + (self.mlp_post_norm(h) if c.post_norms else h), extra
+    return x + (norms.apply(h, self.mlp_post_norm) if c.post_norms else h), extra

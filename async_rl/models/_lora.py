@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,12 +59,23 @@ def init_adapters(lora: LoRA, params: Params, key: Array) -> Params:
   return {name: make(k, params["layers"][name]["kernel"]) for name, k in zip(lora.targets, keys, strict=True)}
 
 
-def adapted(lora: LoRA, adapters: Params, name: str, x: Array, y: Array) -> Array:
-  """Returns y, the output of linear map `name` of one layer for input x, with the layer's adapter added."""
+def _unseen(x: Array, y: Array) -> Array:
+  del x
+  return y
+
+
+def adapted(
+  lora: LoRA, adapters: Params, name: str, x: Array, y: Array, see: Callable[[Array, Array], Array] = _unseen
+) -> Array:
+  """Returns y, the output of linear map `name` of one layer for input x, with the layer's adapter added.
+
+  `see(input, product)` returns the product to use for each of the adapter's matrices.
+  """
   if name not in adapters:
     return y
   x, a, b = (z.astype(y.dtype) for z in (x, adapters[name]["a"], adapters[name]["b"]))
-  return y + (x @ a) @ b * jnp.asarray(lora.scale, y.dtype)
+  low = see(x, x @ a)
+  return y + see(low, low @ b) * jnp.asarray(lora.scale, y.dtype)
 
 
 def split_trainable(params: Params) -> tuple[Params, Params]:

@@ -40,6 +40,7 @@ from async_rl.models._param_forms import list_layers
 from async_rl.models._param_forms import unstack_layers
 from async_rl.models._sharding import ROWS
 from async_rl.models._sharding import constrain
+from async_rl.models._taps import Taps
 
 Array = jax.Array
 #: Of each layer the keys and the values, each [B, N, S, d]; with the backend "ragged" both in one array [B, n, S, w].
@@ -117,7 +118,9 @@ class Policy:
     """Returns the shapes and dtypes of `init`, without computing anything."""
     return jax.tree.map(lambda x: x, _abstract(self))  # a tree of its own, which may be changed
 
-  def hidden(self, params: Params, tokens: Array, segments: Array, positions: Array) -> Array:
+  def hidden(
+    self, params: Params, tokens: Array, segments: Array, positions: Array, taps: Taps | None = None
+  ) -> Array:
     """Returns the final hidden states of whole rows.
 
     Args:
@@ -125,11 +128,12 @@ class Policy:
       tokens: int32 [B, T], the token ids.
       segments: int32 [B, T], the segments within which attention stays; padding is its own segment (0).
       positions: int32 [B, T], the position of each token within its segment.
+      taps: what takes norms of gradients in the backward pass, see `squared_score_norms`.
 
     Returns:
       [B, T, D]; entry t predicts token t + 1.
     """
-    return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=False))[0]
+    return self._run(params, tokens, positions, lambda local: self._attend_rows(segments, local, keep=False), taps)[0]
 
   def prefill(self, params: Params, tokens: Array, segments: Array, positions: Array) -> tuple[Array, Cache]:
     """Returns `hidden`, and the keys and values of every layer, as `init_cache` arranges them, S = T."""
@@ -261,11 +265,17 @@ class Policy:
   def _ends(self, params: Params) -> Ends:
     return nnx.merge(_graphdef(Ends, self.config, self.dtype), params["ends"])
 
-  def _layer(self, params: Params, adapters: Params | None) -> Callable:
+  def _layer(
+    self, params: Params, adapters: Params | None, taps: Taps | None = None
+  ) -> Callable:
     layer = nnx.merge(_graphdef(Layer, self.config, self.dtype), params)
     if self.lora is None or adapters is None:
-      return layer
-    return functools.partial(layer, adapt=functools.partial(adapted, self.lora, adapters))
+      return layer if taps is None else functools.partial(layer, adapt=functools.partial(self._tapped, taps))
+    see = {} if taps is None else {"see": taps.product}
+    return functools.partial(layer, adapt=functools.partial(adapted, self.lora, adapters, **see))
+
+  def _tapped(self, taps: Taps, name: str, x: Array, y: Array) -> Array:
+    return taps.product(x, y, bias=self.config.qkv_bias and name in "qkv")
 
   def _adapters(self, params: Params) -> Any:
     """Returns stacked adapters or `None`; for unstacked layers, a list of either."""
@@ -309,14 +319,17 @@ class Policy:
 
     return FusedNorms(self.mesh, self._dtype)
 
-  def _run(self, params: Params, tokens: Array, positions: Array, make_attend: Callable) -> tuple[Array, Any]:
-    ends, norms = self._ends(params), self._norms_of_rows()
+  def _run(
+    self, params: Params, tokens: Array, positions: Array, make_attend: Callable,
+    taps: Taps | None = None,
+  ) -> tuple[Array, Any]:  # fmt: skip
+    ends, norms = self._ends(params), self._norms_of_rows() if taps is None or self.lora else taps.norms()
     layers = (params["layers"], self._adapters(params), *self._per_layer())
 
     def body(x, inputs):
       layer, adapters, local, frequency = inputs
       angles = positions[..., None] * jnp.expand_dims(frequency, range(positions.ndim))
-      x, extra = self._layer(layer, adapters)(x, angles, make_attend(local), norms=norms)
+      x, extra = self._layer(layer, adapters, taps)(x, angles, make_attend(local), norms=norms)
       return constrain(x, self.mesh, ROWS), extra
 
     saved = _SAVED[self.remat]
@@ -324,6 +337,7 @@ class Policy:
       policy = functools.partial(_is_saved, saved)
       body = jax.checkpoint(body, policy=policy, prevent_cse=isinstance(params["layers"], list))
     x = ends.encode(tokens, self.mesh).astype(self._residual_dtype)
+    x = x if taps is None else x + taps.embedded
     if isinstance(params["layers"], list):
       extras = []
       for inputs in zip(*layers, strict=True):
@@ -333,7 +347,7 @@ class Policy:
       x, extras = jax.lax.scan(body, x, layers)
       if extras is not None:
         extras = list_layers(extras, self.config.num_layers)
-    return ends.final_norm(x).astype(self.dtype), tuple(extras) if extras is not None else None
+    return norms.apply(x, ends.final_norm).astype(self.dtype), tuple(extras) if extras is not None else None
 
 
 def _is_saved(names: tuple[str, ...], primitive: Any, *avals: Any, **params: Any) -> bool:

@@ -129,16 +129,16 @@ def _statistics(
   keep: bool,
 ) -> tuple[TokenStats, Array]:  # fmt: skip
   """Returns the statistics and, in the order of chunks, the slopes [W, P, V] to keep or the log-normalizers [W, P]."""
-  compute = _gathered(policy, kernel, hidden.dtype)
-  chunks = _Chunks(_row_ways(policy.mesh, hidden.shape[0]), chunk, targets, scored)
+  compute = gathered_kernel(policy, kernel, hidden.dtype)
+  chunks = _Chunks(row_ways(policy.mesh, hidden.shape[0]), chunk, targets, scored)
   hidden, flat = chunks.enter(hidden), chunks.enter(targets)
   zeros = jnp.zeros(flat.shape, jnp.float32)
   kept = jax.lax.empty((*flat.shape, kernel.shape[1]), hidden.dtype) if keep else zeros
 
   def one(i, carry):
     stats, kept = carry
-    raw = _project(policy, chunks.slice(hidden, i), compute)
-    logits, t = _finish(policy, temperature, raw), chunks.slice(flat, i)
+    raw = project(policy, chunks.slice(hidden, i), compute)
+    logits, t = finished_logits(policy, temperature, raw), chunks.slice(flat, i)
     top = jnp.max(logits, axis=-1, keepdims=True)
     below = logits - top
     weights = jnp.exp(below)
@@ -149,23 +149,23 @@ def _statistics(
       jnp.sum(jnp.square(weights), axis=-1) / jnp.square(total),
     )
     logz = top[..., 0] + jnp.log(total)
-    kept = chunks.update(kept, i, _slopes(policy, temperature, raw, logz, t).astype(kept.dtype) if keep else logz)
+    kept = chunks.update(kept, i, slopes_of(policy, temperature, raw, logz, t).astype(kept.dtype) if keep else logz)
     return jax.tree.map(lambda x, y: chunks.update(x, i, y), stats, new), kept
 
   stats, kept = jax.lax.fori_loop(0, chunks.turns, one, (TokenStats(zeros, zeros, zeros), kept))
   return jax.tree.map(chunks.leave, stats), kept
 
 
-def _slopes(policy: Policy, temperature: float, raw: Array, logz: Array, targets: Array) -> Array:
+def slopes_of(policy: Policy, temperature: float, raw: Array, logz: Array, targets: Array) -> Array:
   """Returns the gradients of log-probabilities at raw logits [W, S, V], float32."""
-  logits, transpose = jax.vjp(functools.partial(_finish, policy, temperature), raw)
+  logits, transpose = jax.vjp(functools.partial(finished_logits, policy, temperature), raw)
   return transpose(_is_target(logits, targets) - jnp.exp(logits - logz[..., None]))[0]
 
 
 def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotangents: TokenStats):
   hidden, kernel, targets, scored, kept = residuals
-  compute = _gathered(policy, kernel, hidden.dtype)
-  ways = _row_ways(policy.mesh, hidden.shape[0])
+  compute = gathered_kernel(policy, kernel, hidden.dtype)
+  ways = row_ways(policy.mesh, hidden.shape[0])
   chunks = _Chunks(ways, chunk, targets, scored)
   hidden, flat, weights = (chunks.enter(x) for x in (hidden, targets, cotangents.logprobs))
 
@@ -173,8 +173,8 @@ def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotange
     dkernel, dhidden = carry
     h, w, slopes = (chunks.slice(x, i) for x in (hidden, weights[..., None], kept))
     if policy.remat not in _KEEPING:
-      raw = _project(policy, h, compute)
-      slopes = _slopes(policy, temperature, raw, slopes, chunks.slice(flat, i)).astype(h.dtype)
+      raw = project(policy, h, compute)
+      slopes = slopes_of(policy, temperature, raw, slopes, chunks.slice(flat, i)).astype(h.dtype)
     dh = jnp.einsum("wsv,dv->wsd", slopes, compute, preferred_element_type=jnp.float32)
     weighted = (w * h).astype(h.dtype)
     added = jnp.einsum("wsd,wsv->wdv", weighted, slopes, preferred_element_type=jnp.float32)
@@ -281,16 +281,16 @@ def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
   return total(parts)
 
 
-def _gathered(policy: Policy, kernel: Array, dtype: jnp.dtype) -> Array:
+def gathered_kernel(policy: Policy, kernel: Array, dtype: jnp.dtype) -> Array:
   return constrain(kernel.astype(dtype), policy.mesh, None, "tensor")
 
 
-def _project(policy: Policy, hidden: Array, kernel: Array) -> Array:
+def project(policy: Policy, hidden: Array, kernel: Array) -> Array:
   logits = jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
   return constrain(logits, policy.mesh, ROWS, None, "tensor")
 
 
-def _finish(policy: Policy, temperature: float, logits: Array) -> Array:
+def finished_logits(policy: Policy, temperature: float, logits: Array) -> Array:
   return finish_logits(logits, policy.config) / temperature
 
 
@@ -304,7 +304,7 @@ def _at(values: Array, targets: Array) -> Array:
   return jnp.sum(jnp.where(_is_target(values, targets), values, 0.0), axis=-1)
 
 
-def _row_ways(mesh: Mesh | None, rows: int) -> int:
+def row_ways(mesh: Mesh | None, rows: int) -> int:
   """Returns the number of parts into which the mesh splits the rows."""
   ways = row_parts(mesh)
   return ways if rows % ways == 0 else 1

@@ -175,7 +175,7 @@ class Experiment:
       mesh,
       temperature=self.options.rollout.temperature,
       max_lag=self.options.schedule.lag_bound,
-      norm_sequences=self.options.devices.norm_sequences,
+      exact_norms=self.options.devices.exact_norms,
     )
 
   def make_sampler(self, config: sampling.SamplerConfig, mesh: jax.sharding.Mesh) -> sampling.Sampler:

@@ -29,6 +29,7 @@ from async_rl.rollout._schedule import LAG_KINDS
 
 Mode = Literal["async", "simulated", "sync"]
 OnUpdate = Literal["keep", "recompute"]
+ExactNorms = Literal["auto", "packed", "single"]
 T = TypeVar("T")
 #: The smallest temperature at which float32 log-probabilities still mean something.
 MIN_TEMPERATURE = 1e-3
@@ -154,9 +155,9 @@ class Devices:
   #: The most sequences of a row; the lower, the faster is attention on GPUs, the higher, the fuller are rows of many
   #: short sequences. 0: any number.
   row_sequences: int = 8
-  #: Sequences whose gradient norms exact OPOB (--advantages opob) computes at a time. More of them are faster where one
-  #: does not fill the device; each takes the memory of a gradient in float32.
-  norm_sequences: int = 1
+  #: How exact OPOB (--advantages opob) computes gradient norms: of packed rows, of a single sequence at a time, or what
+  #: takes fewer operations (auto), which is packed but for long sequences.
+  exact_norms: ExactNorms = "auto"
   #: Keep compiled programs for later starts: in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/async_rl/programs.
   compilation_cache: bool = True
   #: Processes that compute rewards and a tool's answers; 0: in the run's own process, without a time limit.
@@ -171,7 +172,7 @@ class Devices:
   num_processes: int | None = None
 
   def __post_init__(self):
-    for name in ("fsdp", "tensor", "rows", "norm_sequences"):
+    for name in ("fsdp", "tensor", "rows"):
       check_number(name, getattr(self, name), whole=True, at_least=1)
     for name in ("row_tokens", "row_sequences", "reward_workers"):
       check_number(name, getattr(self, name), whole=True, at_least=0)
@@ -186,6 +187,7 @@ class Devices:
         f"generation_devices={self.generation_devices}; give one of them."
       )
     check_number("reward_timeout", self.reward_timeout, above=0)
+    check_choice("exact_norms", self.exact_norms, get_args(ExactNorms))
     self._check_processes()
 
   def _check_processes(self) -> None:

@@ -214,7 +214,6 @@ class Study:
       gsm8k_folder=self.gsm8k_folder, weights=self.weights, run_dir=str(self.run_dir(run)), seed=run.seed,
       mode="simulated", max_lag=run.lag, objective=method.loss, advantages=method.advantages,
       learning_rate=run.rate, ess_power=method.ess_power, checkpoint_every=0,
-      norm_sequences=8,  # for exact OPOB, on shared H200s 23 ms each; one at a time, beside other work, 20 ms
     )  # fmt: skip
     options = runtime.override(gsm8k.Options(), **{**self.sizes, **own})
     pretrained = options.pretrained

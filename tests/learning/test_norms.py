@@ -1,4 +1,4 @@
-"""Exact gradient norms of trajectories: against one gradient per unpacked sequence; what OPOB makes of them."""
+"""Exact gradient norms of trajectories, in both ways: against one gradient per unpacked sequence; what OPOB makes of them."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from learning_helpers import CONFIG
 from learning_helpers import LONGEST
 from learning_helpers import POLICY
 from learning_helpers import make_groups
@@ -19,7 +20,13 @@ from learning_helpers import start
 
 from async_rl import learning
 from async_rl import models
+from async_rl.learning._norms import packed_squared_norms
+from async_rl.learning._norms import resolve_exact_norms
 from async_rl.learning._norms import squared_gradient_norms
+
+CHUNK = 24  # tokens whose logits are formed at a time: of two sequences
+WIDE = dataclasses.replace(POLICY, config=dataclasses.replace(CONFIG, d_model=512, d_ff=2048, num_heads=64))
+PROMPTS = (8, 256, 1000)
 
 
 def squared_norms(params, groups, policy=POLICY, trained=lambda tree: tree):
@@ -57,45 +64,102 @@ def expected(groups):
   return squared_norms(params_of(POLICY), groups)
 
 
+def packed_norms(policy, params, groups, shape, mesh=None):
+  """Computes the norms of a batch in the packed way."""
+  mesh = mesh or make_mesh()
+  policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
+  batch = make_learner(shape, mesh, policy=policy).put(learning.pack(groups, shape))
+  compute = functools.partial(packed_squared_norms, policy, shape=shape, temperature=1.0, chunk=CHUNK)
+  return jax.jit(compute)(params, batch)
+
+
+def single_norms(policy, params, groups, shape, mesh=None):
+  """Computes the norms of a batch with one gradient for each sequence."""
+  mesh = mesh or make_mesh()
+  score = functools.partial(models.score, dataclasses.replace(policy, mesh=mesh))
+  batch = jax.tree.map(jnp.asarray, learning.pack(groups, shape))
+  copies = mesh.shape["data"] * mesh.shape["fsdp"]
+  return jax.jit(lambda params: squared_gradient_norms(score, params, batch, LONGEST, copies))(params)
+
+
 @pytest.mark.parametrize(
-  ("rows", "row_tokens", "axes", "at_once"),
+  ("norms", "rows", "row_tokens", "row_sequences", "axes"),
   [
-    (1, 20, {}, 1),
-    (4, 96, {}, 1),
-    (4, 96, {}, 3),  # does not divide them
-    (8, 33, dict(data=2, fsdp=2, tensor=2), 1),
-    (8, 33, dict(data=2, fsdp=2, tensor=2), 2),
-    (8, 20, dict(data=8), 1),
+    (single_norms, 1, 20, None, {}),
+    (single_norms, 4, 96, None, {}),
+    (single_norms, 8, 33, None, dict(data=2, fsdp=2, tensor=2)),
+    (single_norms, 8, 20, None, dict(data=8)),
+    (packed_norms, 1, 20, None, {}),
+    (packed_norms, 4, 97, None, {}),  # blocks do not divide the row
+    (packed_norms, 4, 96, 3, {}),
+    (packed_norms, 8, 33, 2, dict(data=2, fsdp=2, tensor=2)),
+    (packed_norms, 8, 20, 1, dict(data=8)),
   ],
 )
-def test_norms_are_those_of_unpacked_sequences(groups, expected, rows, row_tokens, axes, at_once):
-  mesh = make_mesh(**axes)
-  score = functools.partial(models.score, dataclasses.replace(POLICY, mesh=mesh))
-  batch = jax.tree.map(jnp.asarray, learning.pack(groups, shape_of(rows, row_tokens)))
-  copies = mesh.shape["data"] * mesh.shape["fsdp"]
-  norms = jax.jit(lambda params: squared_gradient_norms(score, params, batch, LONGEST, copies, at_once))
-  np.testing.assert_allclose(norms(params_of(POLICY)), expected[0], rtol=1e-4)
+def test_norms_are_those_of_unpacked_sequences(groups, expected, norms, rows, row_tokens, row_sequences, axes):
+  shape = shape_of(rows, row_tokens, row_sequences=row_sequences, prompt_tokens=7)
+  found = norms(POLICY, params_of(POLICY), groups, shape, make_mesh(**axes))
+  np.testing.assert_allclose(found, expected[0], rtol=1e-4)
 
 
-def test_with_adapters_they_are_of_the_adapters(groups):
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(qkv_bias=True),
+    dict(tie_embeddings=True, vocab_limit=30),
+    dict(tie_embeddings=True, embed_scale=True, post_norms=True, norm_offset=1.0, final_softcap=5.0, activation="gelu"),
+  ],
+  ids=["biases", "a tied table", "a scaled tied table and all norms"],
+)
+def test_packed_norms_are_of_all_parameters(changes):
+  policy = dataclasses.replace(POLICY, config=dataclasses.replace(CONFIG, **changes))
+  groups = make_groups(vocab=30)
+  found = packed_norms(policy, params_of(policy), groups, shape_of(row_tokens=48))
+  np.testing.assert_allclose(found, squared_norms(params_of(policy), groups, policy)[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("norms", [single_norms, packed_norms])
+def test_with_adapters_they_are_of_the_adapters(groups, norms):
   policy = dataclasses.replace(POLICY, lora=models.LoRA(rank=2))
   params = policy.init(jax.random.key(0))
   params["adapters"] = jax.tree.map(lambda x: x + 0.1, params["adapters"])  # b is zero at the start, and so its effect
-  norms, _ = squared_norms(params, groups, policy, lambda gradient: gradient["adapters"])
-  batch = jax.tree.map(jnp.asarray, learning.pack(groups, shape_of()))
-  found = jax.jit(lambda p: squared_gradient_norms(functools.partial(models.score, policy), p, batch, LONGEST, 1))
-  np.testing.assert_allclose(found(params), norms, rtol=1e-4)
+  expected, _ = squared_norms(params, groups, policy, lambda gradient: gradient["adapters"])
+  np.testing.assert_allclose(norms(policy, params, groups, shape_of()), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
-def test_the_learner_offers_them_to_opob(groups, expected, at_once):
+@pytest.mark.parametrize("remat", ["full", "projections"])
+def test_packed_norms_with_less_kept(groups, expected, remat):
+  policy = dataclasses.replace(POLICY, remat=remat)
+  found = packed_norms(policy, params_of(policy), groups, shape_of(prompt_tokens=7))
+  np.testing.assert_allclose(found, expected[0], rtol=1e-4)
+
+
+def test_a_sample_without_a_reward_has_no_norm(groups):
+  failed = [groups[0]._replace(failed=frozenset({1})), *groups[1:]]
+  found = packed_norms(POLICY, params_of(POLICY), failed, shape_of())
+  assert found[1] == 0.0 and np.all(np.delete(found, 1) > 0.0)
+
+
+def test_auto_packs_short_sequences_of_wide_models():
+  shape = learning.BatchShape(sequences=4, row_tokens=2048, rows=1, completion_tokens=256, prompt_tokens=256)
+  lengths = {}
+  for name, policy in {"plain": POLICY, "wide": WIDE, "adapted": dataclasses.replace(WIDE, lora=models.LoRA())}.items():
+    ways = {n: resolve_exact_norms("auto", policy, dataclasses.replace(shape, prompt_tokens=n), 4096) for n in PROMPTS}
+    lengths[name] = [n for n, way in ways.items() if way == "packed"]
+  assert lengths == {"plain": [], "wide": [8, 256], "adapted": [8, 256]}
+  assert resolve_exact_norms("auto", WIDE, shape, chunk=255) == "single"  # logits of 256 tokens at once
+  assert resolve_exact_norms("packed", POLICY, shape, 4096) == "packed"
+
+
+@pytest.mark.parametrize("exact_norms", ["packed", "single"])
+def test_the_learner_offers_them_to_opob(groups, expected, exact_norms):
   norms, log_weights = expected
   rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
   weight = (np.exp(2 * log_weights) * norms).reshape(4, 4)
   baseline = (weight * rewards.reshape(4, 4)).sum(1) / weight.sum(1)
   objective = learning.objective("sequence_tis", advantages="opob")
   learner = make_learner(
-    shape_of(prompt_tokens=7), optimizer=optax.sgd(0.1), objective=objective, norm_sequences=at_once
+    shape_of(prompt_tokens=7), optimizer=optax.sgd(0.1), objective=objective, exact_norms=exact_norms
   )
   assert learner.shape.sequence_tokens == LONGEST
   batch = learner.put(learning.pack(groups, learner.shape))

@@ -35,7 +35,7 @@ from async_rl import runtime
     (dict(generation_tensor=0), "generation_tensor=0"),
     (dict(rows=0), "rows=0"),
     (dict(reward_workers=-1), "reward_workers=-1"),
-    (dict(norm_sequences=0), "norm_sequences=0"),
+    (dict(exact_norms="fast"), "exact_norms=.fast."),
     (dict(reward_timeout=math.nan), "reward_timeout=nan"),
     (dict(reward_timeout=0.0), "reward_timeout=0.0"),
     (dict(eval_temperature=-0.5), "eval_temperature=-0.5"),
