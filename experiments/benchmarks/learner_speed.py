@@ -4,11 +4,13 @@
     python -m experiments.benchmarks.learner_speed --shape smollm2-135m    # the same
     python -m experiments.benchmarks.learner_speed --smoke                 # any machine, seconds; checks that it runs
     python -m experiments.benchmarks.learner_speed --dtype bfloat16 float16 --profile DIR
+    python -m experiments.benchmarks.learner_speed --exact-norms none packed single    # what exact OPOB costs
 
 A random model of Qwen3-0.6B's shape, or of that which `--shape` names, takes steps with AdamW, clipping and the
 effective-sample-size scaling on groups of eight sequences of one length, with float32 master weights, in bfloat16
-unless `--dtype` and `--residual-dtype` say otherwise. `--profile` adds a step that is traced by `jax.profiler` for
-every row.
+unless `--dtype` and `--residual-dtype` say otherwise. The loss is TOPR's; with `--exact-norms` also truncated sequence
+weights with exact OPOB, whose gradient norms are computed in the ways that are named. `--profile` adds a step that is
+traced by `jax.profiler` for every row.
 
 The operations that count are those of the model, nothing for what is computed twice:
 
@@ -48,6 +50,8 @@ from experiments.benchmarks.stabilizer_cost import make_batch
 from experiments.plan._chips import chip_of
 
 WARM_UPS = 4
+#: Instead of a way of exact norms: a loss that needs none.
+NO_NORMS = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +93,16 @@ CASES = {
 SMOKE_CASES = (Case(8, 16, 16, rows=2, row_tokens=64, row_sequences=3),)
 
 
-def make_learner(policy: models.Policy, case: Case, mesh: jax.sharding.Mesh) -> learning.Learner:
-  """Returns the learner that takes the steps of a case."""
+def make_learner(
+  policy: models.Policy, case: Case, mesh: jax.sharding.Mesh, exact_norms: str = NO_NORMS
+) -> learning.Learner:
+  """Returns the learner that takes the steps of a case, with exact OPOB unless its norms are `NO_NORMS`."""
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6), stabilizers.scale_by_ess(0.5))
-  objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
-  return learning.Learner(policy, optimizer, objective, case.shape(), mesh)
+  if exact_norms == NO_NORMS:
+    objective = learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean")
+    return learning.Learner(policy, optimizer, objective, case.shape(), mesh)
+  objective = learning.objective("sequence_tis", advantages="opob", aggregate="sequence_mean")
+  return learning.Learner(policy, optimizer, objective, case.shape(), mesh, exact_norms=exact_norms)
 
 
 class Step:
@@ -102,10 +111,11 @@ class Step:
   Args:
     policy: the model.
     case: the case.
+    exact_norms: how exact norms are computed, or `NO_NORMS`.
   """
 
-  def __init__(self, policy: models.Policy, case: Case):
-    learner = make_learner(policy, case, rollout.make_mesh(jax.devices()[:1]))
+  def __init__(self, policy: models.Policy, case: Case, exact_norms: str = NO_NORMS):
+    learner = make_learner(policy, case, rollout.make_mesh(jax.devices()[:1]), exact_norms)
     start = time.perf_counter()
     self._compiled = learner.trace_step().lower().compile()
     self.compile_seconds = time.perf_counter() - start
@@ -152,6 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--remat", nargs="+", default=["activations"], choices=models.REMAT)
   parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=models.DTYPES)
   parser.add_argument("--residual-dtype", choices=models.DTYPES, help="by default as models.Policy has it")
+  parser.add_argument("--exact-norms", nargs="+", default=[NO_NORMS], choices=(NO_NORMS, "packed", "single"))
   parser.add_argument("--profile", help="a folder for traces of one step each")
   parser.add_argument("--repeats", type=int, default=10)
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
@@ -164,12 +175,14 @@ def main(arguments: list[str] | None = None) -> None:
   print(f"{device}, jax {jax.__version__}")
   rows: list[dict[str, Any]] = []
   for case in cases:
-    for dtype, remat in itertools.product(args.dtype, args.remat):
+    for dtype, remat, exact_norms in itertools.product(args.dtype, args.remat, args.exact_norms):
       policy = models.Policy(config, dtype, remat=remat, residual_dtype=args.residual_dtype)
-      step = Step(policy, case)
+      step = Step(policy, case, exact_norms)
       for _ in range(WARM_UPS):
         step()
       rows.append(row(shape, policy, case, step, [step() for _ in range(args.repeats)]))
+      if args.exact_norms != [NO_NORMS]:
+        rows[-1]["exact_norms"] = exact_norms
       print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
       if args.profile:
         with jax.profiler.trace(args.profile):
