@@ -63,9 +63,7 @@ def packed_squared_norms(
   def body(m: Array, norms: Array) -> Array:
     rows, mask = micro_batch(batch, m)
     scored = jnp.zeros(size, bool).at[jnp.where(mask, batch.index, size)].set(True, mode="drop").reshape(plane)
-    found = models.squared_score_norms(
-      policy, params, *rows, scored, sequences, temperature=temperature, chunk=chunk
-    )
+    found = models.squared_score_norms(policy, params, *rows, scored, sequences, temperature=temperature, chunk=chunk)
     first = batch.index[:, 0]
     own = found[first // shape.row_tokens, rows[1].reshape(-1)[first] - 1]
     return jnp.where(jnp.any(mask, axis=1), own, norms)

@@ -172,7 +172,8 @@ class Layer(nnx.Module):
     q_norm, k_norm = (self.q_norm, self.k_norm) if c.qk_norm else (None, None)
     out, extra = attend(q, k, v, Rotation(norms, q_norm, k_norm, angles))
     h = linear("o", out.reshape(*out.shape[:-2], -1))
-    x, for_gate, for_up = norms.add(x, norms.apply(h, self.attention_post_norm) if c.post_norms else h, self.mlp_norm, 2)
+    h = norms.apply(h, self.attention_post_norm) if c.post_norms else h
+    x, for_gate, for_up = norms.add(x, h, self.mlp_norm, 2)
     activation = jax.nn.silu if c.activation == "silu" else jax.nn.gelu
     h = linear("down", activation(linear("gate", for_gate)) * linear("up", for_up))
     return x + (norms.apply(h, self.mlp_post_norm) if c.post_norms else h), extra

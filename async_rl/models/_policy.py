@@ -118,9 +118,7 @@ class Policy:
     """Returns the shapes and dtypes of `init`, without computing anything."""
     return jax.tree.map(lambda x: x, _abstract(self))  # a tree of its own, which may be changed
 
-  def hidden(
-    self, params: Params, tokens: Array, segments: Array, positions: Array, taps: Taps | None = None
-  ) -> Array:
+  def hidden(self, params: Params, tokens: Array, segments: Array, positions: Array, taps: Taps | None = None) -> Array:
     """Returns the final hidden states of whole rows.
 
     Args:
@@ -265,14 +263,12 @@ class Policy:
   def _ends(self, params: Params) -> Ends:
     return nnx.merge(_graphdef(Ends, self.config, self.dtype), params["ends"])
 
-  def _layer(
-    self, params: Params, adapters: Params | None, taps: Taps | None = None
-  ) -> Callable:
+  def _layer(self, params: Params, adapters: Params | None, taps: Taps | None = None) -> Callable:
     layer = nnx.merge(_graphdef(Layer, self.config, self.dtype), params)
     if self.lora is None or adapters is None:
       return layer if taps is None else functools.partial(layer, adapt=functools.partial(self._tapped, taps))
-    see = {} if taps is None else {"see": taps.product}
-    return functools.partial(layer, adapt=functools.partial(adapted, self.lora, adapters, **see))
+    adapt = functools.partial(adapted, self.lora, adapters)
+    return functools.partial(layer, adapt=adapt if taps is None else functools.partial(adapt, see=taps.product))
 
   def _tapped(self, taps: Taps, name: str, x: Array, y: Array) -> Array:
     return taps.product(x, y, bias=self.config.qkv_bias and name in "qkv")

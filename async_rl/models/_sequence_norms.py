@@ -1,7 +1,7 @@
 """The norm of every sequence's own score, ∇ log π(τ), of all sequences of packed rows in one backward pass.
 
-Letters of shapes: R rows, T tokens of a row, S sequences of a row, C and L the most scored tokens and the most tokens of
-a sequence, D model, V vocabulary, W devices of rows.
+Letters of shapes: R rows, T tokens of a row, S sequences of a row, L and C the most tokens and the most scored tokens
+of a sequence, D model, V vocabulary, W devices of rows.
 """
 
 from __future__ import annotations
