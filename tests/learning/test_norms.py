@@ -1,4 +1,4 @@
-"""Exact gradient norms of trajectories: both ways against one gradient per unpacked sequence; what OPOB makes of them."""
+"""Exact gradient norms of trajectories: both ways against one gradient per unpacked sequence; what OPOB makes of it."""
 
 import dataclasses
 import functools
