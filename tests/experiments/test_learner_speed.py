@@ -31,7 +31,8 @@ def test_the_shape_that_is_asked_for_takes_the_steps(tmp_path, monkeypatch):
   class Step:
     compile_seconds, temporaries = 0.0, 0
 
-    def __init__(self, policy, case):
+    def __init__(self, policy, case, exact_norms):
+      assert exact_norms == learner_speed.NO_NORMS
       self.micro_batches = int(make_batch(case.shape(), policy.config.vocab_size).used)
 
     def __call__(self):
