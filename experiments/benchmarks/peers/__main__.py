@@ -1,7 +1,7 @@
 """This project, transformers and Tunix on the same work: generation, and one learner step, with random weights.
 
     python -m experiments.benchmarks.peers --shape smollm2-135m  # CPU, float32; 16 minutes on a busy core
-    python -m experiments.benchmarks.peers --shape qwen3-0.6b    # one GPU with 141 GB, bfloat16; Tunix needs --limit 300
+    python -m experiments.benchmarks.peers --shape qwen3-0.6b    # one GPU of 141 GB, bfloat16; Tunix needs --limit 300
     python -m experiments.benchmarks.peers --shape tiny          # any machine, two minutes; checks that it runs
 
 The other systems are the extra `peers`, for an environment of its own, since Tunix holds others back:
