@@ -248,6 +248,7 @@ TABLES: dict[str, Callable[[], str]] = {
   **_of_start("real 512 lags", results.real_lags),
   **_of_start("real 512 seed 1", results.real_seed_1),
   **_of_start("real 512 seed 2", results.real_seed_2),
+  **_of_start("real 512 seed 3", results.real_seed_3),
   "real 512, repeats": lambda: real.repeat_table(results.real_starts(), real_model.SCALES[512].evaluated),
   "real 512, warnings": lambda: real.warning_table(results.real_predictions()),
 }
