@@ -307,7 +307,7 @@ def test_low_ess_of_tokens_and_collapses_are_counted():
 
 def test_what_the_page_says_of_a_low_ess_of_tokens_holds_for_all_runs_of_512_samples():
   parts = results.real_predictions()
-  assert sum(map(len, parts.values())) == len(results.real_starts()) == 5
+  assert sum(map(len, parts.values())) == len(results.real_starts()) == 6
   low, found = {}, {}
   for part, starts in parts.items():
     runs = [(run, steps) for start in starts for run, steps in reports.finished(start).items()]
@@ -316,21 +316,40 @@ def test_what_the_page_says_of_a_low_ess_of_tokens_holds_for_all_runs_of_512_sam
     low[part] = sorted((sign for sign, mean in zip(signs, means) if mean < 0.7), key=str)
     found[part] = sorted((sign for sign in signs if sign[2] is not None), key=str)
   plain = [("no correction", lag, 48) for lag in (32, 8)]
-  earlier, fourth, fifth = parts
+  earlier, fourth, fifth, sixth = parts
   assert found[earlier] == [("A-3PO", 32, 96), plain[0], *plain]
   assert low[earlier] == [*found[earlier], ("sequence TIS", 32, None)]
   assert found[fourth] == [*plain, ("sequence TIS", 8, 48)]
   assert low[fourth] == [("A-3PO", 32, None), *plain, ("sequence TIS", 32, None)]
   assert found[fifth] == [("no correction", 2, 72)]
   assert low[fifth] == [("sequence TIS", 32, None)]
+  assert found[sixth] == []
+  assert low[sixth] == [("TOPR, momentum .5, falling rate", 32, None)]
   every = [(run, steps) for start in results.real_starts().values() for run, steps in start.items()]
   early = [run for run, steps in every if reports.mean_of_period(steps, "token_ess", (0, 24)) < 0.9]
   assert sum(run.method == "no correction" for run in early) == 5
   others = [(run.method, run.lag, run.seed) for run in early if run.method != "no correction"]
-  assert sorted(others) == [("A-3PO", 32, 0), ("sequence TIS", 32, 0)]
+  falling = [("TOPR, momentum .5, falling rate", lag, 3) for lag in (8, 32)]
+  assert sorted(others) == [("A-3PO", 32, 0), *falling, ("sequence TIS", 32, 0)]
 
 
-def test_the_run_of_vcpo_is_not_taken_for_finished():
+def test_only_one_run_of_vcpo_is_not_taken_for_finished():
   runs = results.real_seed_1()
   (cut,) = set(runs) - set(reports.finished(runs))
   assert (cut.method, cut.lag, max(runs[cut])) == ("VCPO, exact", 8, 61)
+  runs = results.real_seed_3()
+  assert reports.finished(runs) == runs
+  assert [run.lag for run in runs if run.method == "VCPO, exact"] == [2, 8, 32]
+
+
+def test_what_the_page_says_of_the_time_of_exact_norms_is_in_the_runs():
+  def medians(runs, method, seed):
+    steps = runs[study.Run(method, 2, seed, 3e-5)]
+    seconds, waiting = (np.array([steps[i][name] for i in range(9, 91)]) for name in ("seconds", "waiting"))
+    return np.array([np.median(seconds) - np.median(waiting), np.median(seconds - waiting)])
+
+  exact, plain = (medians(results.real_seed_3(), method, 3) for method in ("VCPO, exact", "sequence TIS"))
+  beside_two = medians(results.real_seed_1(), "sequence TIS", 1)
+  assert [f"{x:.2f}" for x in (*exact, *plain, *beside_two)] == ["2.66", "2.66", "0.49", "0.47", "0.71", "0.69"]
+  assert [f"{x:.1f}" for x in exact / (1.5 * plain)] == ["3.6", "3.8"]
+  assert [f"{x:.1f}" for x in exact / beside_two] == ["3.7", "3.9"]
