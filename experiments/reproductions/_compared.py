@@ -51,7 +51,11 @@ RIVALS_THAT_FALL = (
   ("sequence PPO, momentum .97, falling rate", 10, 4e-4),
   ("TOPR, momentum .5, falling rate", 32, 8e-4),
 )
-ALL_RIVALS = (*RIVALS, *RIVALS_AT_EVERY_LAG, *RIVALS_AT_LAG_4, *RIVALS_THAT_FALL)
+RIVALS_ELSEWHERE = (
+  ("TOPR, momentum .5, falling rate", 4, 8e-4),
+  ("TOPR, momentum .5, falling rate", 128, 8e-4),
+)
+ALL_RIVALS = (*RIVALS, *RIVALS_AT_EVERY_LAG, *RIVALS_AT_LAG_4, *RIVALS_THAT_FALL, *RIVALS_ELSEWHERE)
 
 #: The methods published later or of the same kind, of which a table says at which lags they were run.
 COVERED = (
@@ -78,6 +82,13 @@ FALLING = (
   (32, ("TOPR, momentum .5, falling rate", 8e-4), ("TOPR, momentum .5", 2e-4)),
 )
 
+#: The same of the study of other lags.
+FALLING_ELSEWHERE = tuple(
+  (lag, ("TOPR, momentum .5, falling rate", 8e-4), ("TOPR, momentum .5", 2e-4)) for lag in (4, 10, 32, 128)
+)
+FALLING_SORTING = ((10, ("TOPR, momentum .5, falling rate", 4e-4), ("TOPR", 1e-4)),)
+FALLING_WIDE = ((10, ("TOPR, falling rate", 8e-4), ("TOPR", 2e-4)),)
+
 #: What else is told apart on the same seeds: lag, a method with its rate, and another one.
 PAIRS_AT_LAG_4 = (
   (4, ("TOPR, momentum .5", 2e-4), ("TRM, bounds x 100", 2e-4)),
@@ -101,6 +112,13 @@ ALONG = (
   (("sync, falling rate", 0, 4e-4), ("sync", 0, 2e-4)),
 )
 
+#: The same of the study of other lags.
+ALONG_ELSEWHERE = tuple(
+  (("TOPR, momentum .5, falling rate", lag, 8e-4), (other, k, 2e-4))
+  for lag in (4, 128)
+  for other, k in (("TOPR", lag), ("sync", 0))
+)
+
 #: The answer in short: lag, what to use, and the configuration that was measured.
 ANSWERS = (
   (0, "plain policy gradient, Adam as usual (sync)", ("sync", 0, 2e-4)),
@@ -109,6 +127,7 @@ ANSWERS = (
   (4, "TOPR, Adam as usual", ("TOPR", 4, 2e-4)),
   (4, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 4, 2e-4)),
   (4, "TRM with 100 times its published bounds, Adam as usual", ("TRM, bounds x 100", 4, 2e-4)),
+  (4, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 4, 8e-4)),
   (10, "TOPR, Adam as usual", ("TOPR", 10, 2e-4)),
   (10, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 10, 8e-4)),
   (10, "PPO on sequence ratios, Adam with b1 = .97", ("sequence PPO, momentum .97", 10, 2e-4)),
@@ -118,13 +137,16 @@ ANSWERS = (
   (32, "TOPR, Adam with b1 = .5", ("TOPR, momentum .5", 32, 2e-4)),
   (32, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 32, 8e-4)),
   (128, "TOPR, Adam as usual", ("TOPR", 128, 2e-4)),
+  (128, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 128, 8e-4)),
 )
 
 #: The methods of the second task and size, and the rates of those that the studies of ch4 have at a lag.
 TRANSFERRED = (
-  "TOPR", "sequence PPO + OPOB, exact, momentum .97", "sequence PPO, momentum .97", "PPO", "seq TIS", "no correction",
+  "TOPR, momentum .5, falling rate", "TOPR, falling rate", "TOPR", "sequence PPO + OPOB, exact, momentum .97",
+  "sequence PPO, momentum .97", "PPO", "seq TIS", "no correction",
 )  # fmt: skip
 RATES_OF_SUMS = {
+  ("TOPR, momentum .5, falling rate", 10): 8e-4,
   ("TOPR", 10): 2e-4,
   ("sequence PPO + OPOB, exact, momentum .97", 10): 2e-4,
   ("sequence PPO, momentum .97", 10): 2e-4,

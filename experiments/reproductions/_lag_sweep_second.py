@@ -204,9 +204,10 @@ class Column(NamedTuple):
   comparisons: int
 
   @classmethod
-  def of(cls, title: str, study: paired.Study, comparisons: int) -> Column:
-    """Returns the column of a study that has one rate of every method at a lag."""
-    return cls(title, [study], {(method, lag): rate for method, lag, rate in _configs(study)}, comparisons)
+  def of(cls, title: str, studies: Sequence[paired.Study], comparisons: int) -> Column:
+    """Returns the column of studies that have one rate of every method at a lag, together."""
+    rates = {(method, lag): rate for study in studies for method, lag, rate in _configs(study)}
+    return cls(title, studies, rates, comparisons)
 
   def has(self, method: str, lag: int) -> bool:
     """Returns whether there are runs of a method at a lag."""
@@ -222,8 +223,7 @@ class Column(NamedTuple):
     if not self.has(method, lag):
       return ""
     rate = self.rates[method, lag]
-    first, *_ = several.having(self.studies, (method, lag, rate))
-    at = f"{rate_text(rate)}{_edge(first, (method, lag, rate))}"
+    at = rate_text(rate) + "*" * several.at_edge(self.studies, (method, lag, rate))
     return f"{verdict(self.minus_sync(method, lag), self.comparisons)} at {at}"
 
 

@@ -28,6 +28,13 @@ def having(studies: Sequence[paired.Study], config: tuple[str, int, float]) -> l
   return [study for study in studies if config in study.fresh.configs]
 
 
+def at_edge(studies: Sequence[paired.Study], config: tuple[str, int, float]) -> bool:
+  """Returns whether a configuration's rate lies at the edge of those tried in a study that chose it, and in none
+  between them."""
+  found = [row for x in having(studies, config) for row in x.rows[config[1]] if x.fresh.configs[row.config] == config]
+  return any(row.edge for row in found) and not any(row.chosen and not row.edge for row in found)
+
+
 def shared(studies: Sequence[paired.Study]) -> list[tuple[str, int, float]]:
   """Returns the configurations of two studies or more, without sync, by lag and by the accuracy in the first one."""
   every = dict.fromkeys(config for study in studies for config in study.fresh.configs)

@@ -29,6 +29,10 @@ SHORT_LAG = paired.Split(reports.RESULTS / "short_lag", "ch4", range(3900, 3903)
 #: The study of learning rates that fall, and further seeds of what is nearest to sync.
 FALLING = paired.Split(reports.RESULTS / "falling_rate", "ch4", range(4000, 4003), range(4100, 4120))
 NEAREST = paired.Split(reports.RESULTS / "falling_rate", "ch4", (), range(4200, 4300))
+#: The study of learning rates that fall at other lags and higher rates, on another task, and at twice the width.
+ELSEWHERE = paired.Split(reports.RESULTS / "falling_elsewhere", "ch4", range(5100, 5103), range(5000, 5020))
+ELSEWHERE_SORTING = paired.Split(ELSEWHERE.folder, "sort16", range(5300, 5303), range(5200, 5220))
+ELSEWHERE_WIDE = paired.Split(ELSEWHERE.folder, "ch4wide", range(5500, 5503), range(5400, 5420))
 SORTING = paired.Split(reports.RESULTS / "small_sorting", "sort10", range(5100, 5102), range(5000, 5006))
 #: The maps of GAC on the toy and on ch4, at lag 10 and, from other warm starts, at lag 32.
 GAC_WORDS = paired.Split(reports.RESULTS / "gac_words", "words", range(100), range(100, 1000))
@@ -42,9 +46,9 @@ def earlier() -> Table:
   return Table.load(reports.RESULTS / "lag_sweep_ch4.npz")
 
 
-def tries(newest: paired.Split = FALLING) -> list[Table]:
+def tries(newest: paired.Split = ELSEWHERE) -> list[Table]:
   """Returns the runs that the studies of ch4 up to *newest* tried rates on, the last ones first."""
-  splits = (FALLING, SHORT_LAG, EVERY_LAG, REMAINING, MISSING, LATER)
+  splits = (ELSEWHERE, FALLING, SHORT_LAG, EVERY_LAG, REMAINING, MISSING, LATER)
   return [*(split.tries for split in splits[splits.index(newest) :]), earlier()]
 
 
@@ -89,7 +93,25 @@ def short_lag() -> paired.Study:
 @functools.cache
 def falling() -> paired.Study:
   """Returns the study of learning rates that fall; rates that do not fall are those chosen before."""
-  return paired.Study(FALLING.fresh, tries())
+  return paired.Study(FALLING.fresh, tries(FALLING))
+
+
+@functools.cache
+def elsewhere() -> paired.Study:
+  """Returns the study of rates that fall at other lags; TOPR's rate had been chosen in that of remaining methods."""
+  return paired.Study(ELSEWHERE.fresh, [REMAINING.tries.among(("TOPR",)), *tries()], (0, 4, 10, 32, 128))
+
+
+@functools.cache
+def elsewhere_sorting() -> paired.Study:
+  """Returns the study of rates that fall in sorting."""
+  return paired.Study(ELSEWHERE_SORTING.fresh, [ELSEWHERE_SORTING.tries], (0, 10))
+
+
+@functools.cache
+def elsewhere_wide() -> paired.Study:
+  """Returns the study of rates that fall at twice the width."""
+  return paired.Study(ELSEWHERE_WIDE.fresh, [ELSEWHERE_WIDE.tries], (0, 10))
 
 
 @functools.cache
@@ -106,7 +128,7 @@ def sorting() -> paired.Study:
 
 def studies() -> list[paired.Study]:
   """Returns all studies on fresh seeds of ch4."""
-  return [study(), later(), missing(), remaining(), every_lag(), short_lag(), falling(), nearest()]
+  return [study(), later(), missing(), remaining(), every_lag(), short_lag(), falling(), nearest(), elsewhere()]
 
 
 @functools.cache

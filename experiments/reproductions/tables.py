@@ -56,7 +56,8 @@ def comparisons() -> int:
   """Returns the number of comparisons: all studies', over the seeds of several, with TOPR, of pairs, of TOPR by lag,
   and of what lags cost where rates fall."""
   over_several = len(several.shared(results.studies())) + len(compared.INGREDIENTS)
-  with_others = len(compared.ALL_RIVALS) + len(compared.PAIRS) + len(compared.FALLING)
+  costs = sum(map(len, (compared.FALLING, compared.FALLING_ELSEWHERE, compared.FALLING_SORTING, compared.FALLING_WIDE)))
+  with_others = len(compared.ALL_RIVALS) + len(compared.PAIRS) + costs
   return sum(x.comparisons for x in results.studies()) + over_several + with_others + len(LAGS) - 1
 
 
@@ -65,7 +66,7 @@ def all_comparisons() -> str:
   configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
-    " eight studies, over several, in pairs, and of what lags cost."
+    " nine studies, over several, in pairs, and of what lags cost."
   )
 
 
@@ -88,12 +89,12 @@ def ingredients() -> str:
 def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
   """Returns a row per rival of TOPR: their difference at the same lag, on the seeds of the studies that have both.
 
-  A star says that the rate is the one chosen in one of them, at the edge of those tried.
+  A star says that the rate is the one chosen in one of them, at the edge of those tried, and an edge in each of these.
   """
   rows = []
   for config in configs:
     method, lag, rate = config
-    rate_cell = rate_text(rate) + "*" * any(study.edge(config) for study in several.having(results.studies(), config))
+    rate_cell = rate_text(rate) + "*" * several.at_edge(results.studies(), config)
     rows.append([method, str(lag), rate_cell, *_difference(method, "TOPR", lag, rate, 2e-4)])
   return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
 
@@ -107,11 +108,18 @@ def pairs(found: tuple[tuple[int, tuple[str, float], tuple[str, float]], ...]) -
   return grid(["lag", "method", "minus", "seeds", "difference"], rows)
 
 
-def costs_of_lags() -> str:
-  """Returns what a lag costs where the learning rates of the method and of sync fall, and where neither does."""
-  study, rows = results.falling(), []
-  gain = study.minus_sync("sync, falling rate", 0, 4e-4)
-  for lag, falling, constant in compared.FALLING:
+def costs_of_lags(
+  study: paired.Study, rate_of_sync: float, methods: tuple[tuple[int, tuple[str, float], tuple[str, float]], ...]
+) -> str:
+  """Returns what a lag costs where the learning rates of the method and of sync fall, and where neither does.
+
+  Args:
+    study: the study.
+    rate_of_sync: from which sync's rate falls.
+    methods: the lag, a method whose rate falls with its rate, and one whose does not.
+  """
+  gain, rows = study.minus_sync("sync, falling rate", 0, rate_of_sync), []
+  for lag, falling, constant in methods:
     both = study.minus_sync(falling[0], lag, falling[1]) - gain
     neither = study.minus_sync(constant[0], lag, constant[1])
     costs = (verdict(x, comparisons()) for x in (both, neither, both - neither))
@@ -133,11 +141,17 @@ def answers() -> str:
 
 def columns() -> list[second.Column]:
   """Returns what the methods were measured on: the task of the advice, twice its width, and another task."""
+  wide, sorting = [second.size(), results.elsewhere_wide()], [second.lower(), results.elsewhere_sorting()]
   return [
     second.Column("sums, .64M parameters", results.studies(), compared.RATES_OF_SUMS, comparisons()),
-    second.Column.of("sums, 2.5M parameters", second.size(), second.comparisons()),
-    second.Column.of("sorting, .64M parameters", second.lower(), second.comparisons()),
+    second.Column.of("sums, 2.5M parameters", wide, comparisons_elsewhere()),
+    second.Column.of("sorting, .64M parameters", sorting, comparisons_elsewhere()),
   ]
+
+
+def comparisons_elsewhere() -> int:
+  """Returns the number of comparisons on the second task and at the second size."""
+  return second.comparisons() + results.elsewhere_sorting().comparisons + results.elsewhere_wide().comparisons
 
 
 def _of_study(
@@ -198,11 +212,19 @@ TABLES: dict[str, Callable[[], str]] = {
   "short lag, against TOPR": lambda: rivals(compared.RIVALS_AT_LAG_4),
   "short lag, pairs": lambda: pairs(compared.PAIRS_AT_LAG_4),
   **_of_study("falling", results.falling, (10, 32), results.FALLING),
-  "falling, costs": costs_of_lags,
+  "falling, costs": lambda: costs_of_lags(results.falling(), 4e-4, compared.FALLING),
   "falling, against TOPR": lambda: rivals(compared.RIVALS_THAT_FALL),
   "falling, by update": lambda: several.by_update(results.FALLING, compared.ALONG),
   "falling, pairs": lambda: pairs(compared.PAIRS_THAT_FALL),
   **_of_study("nearest", results.nearest, (10,)),
+  **_of_study("elsewhere", results.elsewhere, LAGS, results.ELSEWHERE),
+  "elsewhere, costs": lambda: costs_of_lags(results.elsewhere(), 6e-4, compared.FALLING_ELSEWHERE),
+  "elsewhere, against TOPR": lambda: rivals((*compared.RIVALS_THAT_FALL, *compared.RIVALS_ELSEWHERE)),
+  "elsewhere, by update": lambda: several.by_update(results.ELSEWHERE, compared.ALONG_ELSEWHERE),
+  **_of_study("elsewhere, sorting", results.elsewhere_sorting, (10,), results.ELSEWHERE_SORTING),
+  "elsewhere, sorting, costs": lambda: costs_of_lags(results.elsewhere_sorting(), 4e-4, compared.FALLING_SORTING),
+  "elsewhere, wide, costs": lambda: costs_of_lags(results.elsewhere_wide(), 4e-4, compared.FALLING_WIDE),
+  **_of_study("elsewhere, wide", results.elsewhere_wide, (10,), results.ELSEWHERE_WIDE),
   "TOPR by loss": lambda: several.by_loss([results.REMAINING, results.EVERY_LAG], "TOPR", LAGS, 2e-4),
   "TOPR by lag": lambda: several.by_lag(results.studies(), "TOPR", LAGS, 2e-4, comparisons()),
   "covered": lambda: several.coverage(results.studies(), results.tries(), compared.COVERED, LAGS),
@@ -285,6 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
   results.every_lag().draw(reports.RESULTS / "every_lag.png")
   results.short_lag().draw(reports.RESULTS / "short_lag.png")
   results.falling().draw(reports.RESULTS / "falling_rate.png")
+  results.elsewhere().draw(reports.RESULTS / "falling_elsewhere.png")
   second.draw(columns(), compared.TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 
