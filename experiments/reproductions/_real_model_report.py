@@ -298,9 +298,14 @@ def _difference(first: float, second: float, comparisons: int, samples: int) -> 
   if math.isnan(second):
     return ""
   low, high = difference(first, second, samples=samples)
-  text = f"{_signed(first - second, plus='+')} ({_signed(low, plus='+')} to {_signed(high, plus='+')})"
+  text = f"{_signed(first - second, plus='+')} ({_end(low)} to {_end(high)})"
   low, high = difference(first, second, comparisons, samples)
   return text if low <= 0 <= high else f"**{text}**"
+
+
+def _end(x: float) -> str:
+  """Returns an end of an interval; one that rounds to 0 keeps its sign, which says whether the interval holds 0."""
+  return ("−" if x < 0 else "+") + number(abs(x), 3)
 
 
 def _signed(x: float, digits: int = 3, plus: str = "") -> str:

@@ -239,6 +239,15 @@ def test_differences_of_shares_have_newcombes_interval():
     assert reports.difference(0.5, 0.5, samples=samples) == pytest.approx((-half, half), rel=0.01)
 
 
+def test_an_end_of_an_interval_that_rounds_to_0_keeps_its_sign():
+  low, high = reports.difference(110 / 1760, 84 / 1760, samples=1760)
+  assert -0.0005 < low < 0 < high
+  run = {study.Run("TOPR", 32, 0, 1e-4): _run([84 / 1760, 110 / 1760], [0.9])}
+  assert " | +.015 (−.000 to +.030) |" in reports.end_table(run, 1760)
+  back = {study.Run("TOPR", 32, 0, 1e-4): _run([110 / 1760, 84 / 1760], [0.9])}
+  assert " | −.015 (−.030 to +.000) |" in reports.end_table(back, 1760)
+
+
 def test_a_run_that_was_cut_off_has_no_end():
   runs = {
     study.Run("no correction", 0, 0, 1e-4): _run([0.2, 0.25, 0.3], [0.9, 0.9]),
