@@ -174,6 +174,28 @@ def test_no_falling_rate_of_topr_is_at_an_edge_but_for_twice_the_width():
   assert results.falling().edge(("TOPR, momentum .5, falling rate", 10, 8e-4))
 
 
+def test_a_still_higher_rate_that_falls_is_worse_on_every_seed_that_it_was_tried_on():
+  tried = results.ELSEWHERE.tries
+  for lag in (4, 10, 32, 128):
+    rows = tried.rates("TOPR, momentum .5, falling rate", lag)
+    assert list(rows) == [4e-4, 8e-4, 1.6e-3]
+    assert np.all(tried.accuracy[rows[1.6e-3]] < tried.accuracy[rows[8e-4]])
+    lost = tried.accuracy[rows[1.6e-3]] < 0.1
+    assert lost.sum() == (lag == 4)
+
+
+def test_the_starts_at_twice_the_width_that_the_rates_were_tried_on_are_poor_but_for_one():
+  first = {
+    run.seed: curves[plans.CURVES.index("accuracy"), 0]
+    for run, curves in plans.Results(results.ELSEWHERE_WIDE.folder).curves.items()
+    if (run.task, run.method, run.rate) == ("ch4wide", "sync", 2e-4)
+  }
+  assert sorted(seed for seed, accuracy in first.items() if accuracy < 0.15) == [5418, 5500, 5502]
+  tried = results.ELSEWHERE_WIDE.tries
+  rows = [tried.rates(f"TOPR, {momentum}falling rate", 10)[8e-4] for momentum in ("", "momentum .5, ")]
+  assert [f"{x:.2f}" for x in tried.accuracy[rows, tried.seeds.index(5501)]] == ["0.63", "0.73"]
+
+
 def test_the_control_of_gac_at_lag_4_is_topr_a_second_time():
   skipped = plans.CURVES.index("skipped")
   names = ("TOPR", "TOPR + GAC .05/.8", "TOPR + GAC .05/.8, at random")
