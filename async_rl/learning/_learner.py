@@ -61,7 +61,7 @@ class Learner(PlacedModel):
     shape: the static batch shape.
     mesh: the learner mesh, with axes ("data", "fsdp", "tensor").
     temperature: the temperature of the sampler's softmax.
-    head_chunk: the number of a device's tokens whose logits are formed at a time.
+    head_chunk: the number of a device's tokens whose logits are formed at a time; `None` for `models.head_chunk`'s.
     max_lag: the largest lag of a token, which bounds the buckets of the metrics by lag; `None`: any. At 0 there are no
       such metrics.
     exact_norms: how exact gradient norms are computed where the objective needs them: "packed" for all sequences of a
@@ -84,13 +84,14 @@ class Learner(PlacedModel):
     mesh: Mesh,
     *,
     temperature: float = 1.0,
-    head_chunk: int = models.HEAD_CHUNK,
+    head_chunk: int | None = None,
     max_lag: int | None = None,
     exact_norms: str = "auto",
   ):
     check_choice("exact_norms", exact_norms, EXACT_NORMS)
-    self._exact_norms = resolve_exact_norms(exact_norms, policy, shape, head_chunk)
+    self._exact_norms = resolve_exact_norms(exact_norms, policy, shape, models.HEAD_CHUNK)
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
+    head_chunk = head_chunk or models.head_chunk(self.policy)
     self.objective = objective
     if objective.gae is not None:
       self._critic_rate = objective.gae.value_rate

@@ -51,6 +51,7 @@ from async_rl.models._taps import Sequences
 from async_rl.models._token_stats import HEAD_CHUNK
 from async_rl.models._token_stats import Scored
 from async_rl.models._token_stats import TokenStats
+from async_rl.models._token_stats import head_chunk
 from async_rl.models._token_stats import score
 from async_rl.models._token_stats import token_stats
 from async_rl.models._tokenizers import HFTokenizer

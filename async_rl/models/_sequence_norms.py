@@ -19,7 +19,6 @@ from async_rl.models._policy import Policy
 from async_rl.models._taps import Pairs
 from async_rl.models._taps import Sequences
 from async_rl.models._taps import Taps
-from async_rl.models._token_stats import HEAD_CHUNK
 from async_rl.models._token_stats import finished_logits
 from async_rl.models._token_stats import gathered_kernel
 from async_rl.models._token_stats import project
@@ -39,7 +38,7 @@ def squared_score_norms(
   sequences: Sequences,
   *,
   temperature: float = 1.0,
-  chunk: int = HEAD_CHUNK,
+  chunk: int,
 ) -> Array:
   """Returns ‖∇ log π(τ)‖² over the trained parameters for every sequence τ of packed rows, float32 [R, S].
 

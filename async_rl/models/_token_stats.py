@@ -31,8 +31,10 @@ Array = jax.Array
 _LARGEST_EXCHANGE = 2**25
 #: The lanes of a tile of a TPU's memory: how many numbers lie side by side.
 _LANES = 128
-#: The number of a device's tokens whose logits are formed at a time.
+#: The number of a device's tokens whose logits are formed at a time, where that is left open.
 HEAD_CHUNK = 4096
+#: The same of a CPU, whose products are no faster with more; of fewer, less is formed that nobody needs.
+_HEAD_CHUNK_ON_CPUS = 128
 #: The policies' `remat` with which the backward pass forms no logits again.
 _KEEPING = ("none", "activations", "projections")
 
@@ -74,7 +76,7 @@ def score(
   *,
   scored: Scored | None = None,
   temperature: float = 1.0,
-  chunk: int = HEAD_CHUNK,
+  chunk: int | None = None,
 ) -> TokenStats:
   """Returns the statistics of every token given those before it in its segment.
 
@@ -89,12 +91,19 @@ def score(
     positions: int32 [R, T], the position of each token in its segment.
     scored: the tokens that are needed; entries of others are meaningless and must be masked. `None` for all.
     temperature: the temperature of the softmax, the sampler's.
-    chunk: the number of a device's tokens whose logits are formed at a time.
+    chunk: the number of a device's tokens whose logits are formed at a time; `None` for `head_chunk`'s.
   """
+  chunk = chunk or head_chunk(policy)
   hidden = policy.hidden(params, tokens, segments, positions)
   hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
   stats = token_stats(policy, float(temperature), chunk, hidden, policy.unembedding(params), tokens, scored)
   return stats._replace(values=head_values(params, hidden) if VALUE_HEAD in params else None)
+
+
+def head_chunk(policy: Policy) -> int:
+  """Returns the number of a device's tokens whose logits are formed at a time on the policy's devices."""
+  platform = jax.default_backend() if policy.mesh is None else policy.mesh.devices.flat[0].platform
+  return _HEAD_CHUNK_ON_CPUS if platform == "cpu" else HEAD_CHUNK
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import itertools
 from collections.abc import Callable
@@ -141,11 +142,10 @@ def _make_model(work: Work, param_dtype: str) -> qwen3.Qwen3:
   graph, state = nnx.split(nnx.eval_shape(lambda: qwen3.Qwen3(config, rngs=nnx.Rngs(0))))
   leaves, tree = jax.tree.flatten(state)
 
-  @jax.jit
-  def fill(key: jax.Array) -> list[jax.Array]:
-    return [
-      jnp.ones(x.shape, x.dtype) if x.ndim == 1 else (0.02 * jax.random.normal(key, x.shape)).astype(x.dtype)
-      for key, x in zip(jax.random.split(key, len(leaves)), leaves)
-    ]
+  @functools.partial(jax.jit, static_argnums=(1, 2))  # a program for each shape: one for all compiles for minutes
+  def fill(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jnp.ones(shape, dtype) if len(shape) == 1 else (0.02 * jax.random.normal(key, shape)).astype(dtype)
 
-  return nnx.merge(graph, jax.tree.unflatten(tree, fill(jax.random.key(0))))
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  values = [fill(key, x.shape, jnp.dtype(x.dtype)) for key, x in zip(keys, leaves)]
+  return nnx.merge(graph, jax.tree.unflatten(tree, values))
