@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from typing import Any
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from async_rl.learning._learner_metrics import optimizer_metrics
 from async_rl.learning._learner_metrics import value_metrics
 from async_rl.learning._learning_rate import scheduled_rates
 from async_rl.learning._loss_scale import pull_back
-from async_rl.learning._norms import EXACT_NORMS
+from async_rl.learning._norms import ExactNorms
 from async_rl.learning._norms import packed_squared_norms
 from async_rl.learning._norms import resolve_exact_norms
 from async_rl.learning._norms import squared_gradient_norms
@@ -88,8 +89,8 @@ class Learner(PlacedModel):
     max_lag: int | None = None,
     exact_norms: str = "auto",
   ):
-    check_choice("exact_norms", exact_norms, EXACT_NORMS)
-    self._exact_norms = resolve_exact_norms(exact_norms, policy, shape, models.HEAD_CHUNK)
+    check_choice("exact_norms", exact_norms, get_args(ExactNorms))
+    self._exact_norms = resolve_exact_norms(exact_norms, policy, shape, head_chunk or models.HEAD_CHUNK)
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
     head_chunk = head_chunk or models.head_chunk(self.policy)
     self.objective = objective

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from async_rl.types import Batch
 Array = jax.Array
 
 #: How exact norms are computed: the faster way by a count of operations, of packed rows, of one sequence at a time.
-EXACT_NORMS = ("auto", "packed", "single")
+ExactNorms = Literal["auto", "packed", "single"]
 
 
 def resolve_exact_norms(way: str, policy: models.Policy, shape: BatchShape, chunk: int) -> str:
@@ -28,7 +29,7 @@ def resolve_exact_norms(way: str, policy: models.Policy, shape: BatchShape, chun
   way is chosen while the former are fewer: up to about 700 tokens for SmolLM2-135M, 1,400 for Qwen3-0.6B.
 
   Args:
-    way: one of `EXACT_NORMS`.
+    way: one of `ExactNorms`.
     policy: the architecture.
     shape: the static batch shape.
     chunk: the number of a device's tokens whose logits are formed at a time; the packed way forms a sequence's at once.
@@ -56,14 +57,14 @@ def packed_squared_norms(
     chunk: as of `models.squared_score_norms`.
   """
   most = min(shape.sequences, shape.row_sequences or shape.row_tokens // 2)  # a prompt and a completion have 2 tokens
-  sequences = models.Sequences(most, shape.sequence_tokens, shape.completion_tokens)
+  bounds = models.SequenceBounds(most, shape.sequence_tokens, shape.completion_tokens)
   plane = (shape.rows, shape.row_tokens)
   size = shape.rows * shape.row_tokens
 
   def body(m: Array, norms: Array) -> Array:
     rows, mask = micro_batch(batch, m)
     scored = jnp.zeros(size, bool).at[jnp.where(mask, batch.index, size)].set(True, mode="drop").reshape(plane)
-    found = models.squared_score_norms(policy, params, *rows, scored, sequences, temperature=temperature, chunk=chunk)
+    found = models.squared_score_norms(policy, params, *rows, scored, bounds, temperature=temperature, chunk=chunk)
     first = batch.index[:, 0]
     own = found[first // shape.row_tokens, rows[1].reshape(-1)[first] - 1]
     return jnp.where(jnp.any(mask, axis=1), own, norms)

@@ -47,7 +47,7 @@ from async_rl.models._sharding import with_shardings
 from async_rl.models._shared_attention import SharedPrompts
 from async_rl.models._shared_attention import check_shared
 from async_rl.models._shared_attention import shared_attention
-from async_rl.models._taps import Sequences
+from async_rl.models._taps import SequenceBounds
 from async_rl.models._token_stats import HEAD_CHUNK
 from async_rl.models._token_stats import Scored
 from async_rl.models._token_stats import TokenStats

@@ -7,7 +7,6 @@ of a sequence, D model, V vocabulary, W devices of rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
 
@@ -17,13 +16,14 @@ import jax.numpy as jnp
 from async_rl.models._param_forms import Params
 from async_rl.models._policy import Policy
 from async_rl.models._taps import Pairs
-from async_rl.models._taps import Sequences
+from async_rl.models._taps import SequenceBounds
 from async_rl.models._taps import Taps
-from async_rl.models._token_stats import finished_logits
+from async_rl.models._token_stats import at_places
 from async_rl.models._token_stats import gathered_kernel
-from async_rl.models._token_stats import project
+from async_rl.models._token_stats import raw_logits
 from async_rl.models._token_stats import row_ways
 from async_rl.models._token_stats import slopes_of
+from async_rl.models._token_stats import tempered_logits
 
 Array = jax.Array
 
@@ -35,7 +35,7 @@ def squared_score_norms(
   segments: Array,
   positions: Array,
   scored: Array,
-  sequences: Sequences,
+  bounds: SequenceBounds,
   *,
   temperature: float = 1.0,
   chunk: int,
@@ -52,27 +52,27 @@ def squared_score_norms(
     segments: int32 [R, T], the sequence of each token from 1 on, 0 on padding.
     positions: int32 [R, T], the position of each token in its sequence.
     scored: bool [R, T], the tokens whose log-probabilities are summed.
-    sequences: the bounds of what the rows hold.
+    bounds: those of the rows' sequences.
     temperature: the temperature of the softmax.
     chunk: the number of a device's tokens whose logits are formed at a time, if no sequence alone has more.
   """
-  probe = jnp.zeros((tokens.shape[0], sequences.most), jnp.float32)
+  probe = jnp.zeros((tokens.shape[0], bounds.most), jnp.float32)
   nothing = jnp.zeros((*tokens.shape, policy.config.d_model), policy.dtype)
 
   def hidden_of(probe: Array, embedded: Array) -> Array:
-    return policy.hidden(params, tokens, segments, positions, Taps(sequences, segments, probe, embedded))
+    return policy.hidden(params, tokens, segments, positions, Taps(bounds, segments, probe, embedded))
 
   hidden, pull = jax.vjp(hidden_of, probe, nothing)
   hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
   kernel = policy.unembedding(params)
-  head = _Head(policy, temperature, chunk, sequences, tokens, segments, scored)
+  head = _Head(policy, temperature, chunk, bounds, tokens, segments, scored)
   found = head(hidden, gathered_kernel(policy, kernel, hidden.dtype))
   norms, at_embedded = pull(jnp.concatenate([found.hidden[:, 1:], jnp.zeros_like(hidden[:, :1])], axis=1))
   if policy.lora is not None:
     return norms
   c = policy.config
-  scale = c.d_model**0.5 if c.embed_scale else 1.0
-  pairs = Pairs(sequences, segments)
+  scale = float(jnp.dtype(policy.dtype).type(c.d_model**0.5)) if c.embed_scale else 1.0  # as rounded for its use
+  pairs = Pairs(bounds, segments)
   norms += found.norms + scale**2 * pairs.sums(pairs.equal(tokens), pairs.dots(at_embedded))
   return norms + 2 * scale * head.dots_with(hidden, at_embedded, found.at_tokens) if c.tie_embeddings else norms
 
@@ -95,11 +95,12 @@ class _Head:
   """The gradients of log-probabilities at logits, of the same sequence of every row at a time."""
 
   def __init__(
-    self, policy: Policy, temperature: float, chunk: int, sequences: Sequences, tokens: Array, segments: Array,
+    self, policy: Policy, temperature: float, chunk: int, bounds: SequenceBounds, tokens: Array, segments: Array,
     scored: Array,
   ):  # fmt: skip
-    self._policy, self._temperature, self._sequences = policy, temperature, sequences
-    self._at_once = max(1, chunk // sequences.scored)
+    self._policy, self._temperature, self._bounds = policy, temperature, bounds
+    self._at_once = max(1, chunk // bounds.scored)
+    self._count = jnp.minimum(jnp.max(segments), bounds.most)
     self._tokens, self._segments, self._scored = tokens, segments, scored
 
   def __call__(self, hidden: Array, kernel: Array) -> _AtHead:
@@ -108,8 +109,8 @@ class _Head:
     ways = row_ways(self._policy.mesh, rows)
 
     def one(h: Array, targets: Array, valid: Array, ids: Array) -> tuple[Array, Array, Array]:
-      raw = project(self._policy, h, kernel)
-      logz = jax.nn.logsumexp(finished_logits(self._policy, self._temperature, raw), axis=-1)
+      raw = raw_logits(self._policy, h, kernel)
+      logz = jax.nn.logsumexp(tempered_logits(self._policy, self._temperature, raw), axis=-1)
       slopes = slopes_of(self._policy, self._temperature, raw, logz, targets)
       slopes = jnp.where(valid[..., None], slopes, 0.0).astype(h.dtype)
       multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -120,7 +121,7 @@ class _Head:
 
     def body(s: Array, found: _AtHead) -> _AtHead:
       (places, valid), (all_places, known) = self._windows(s)
-      given = (_at(hidden, places), _at(self._tokens, places), valid, _at(self._tokens, all_places))
+      given = (at_places(hidden, places), at_places(self._tokens, places), valid, at_places(self._tokens, all_places))
       by_device = jax.tree.map(lambda x: x.reshape(ways, -1, *x.shape[1:]).swapaxes(0, 1), given)
       new = jax.lax.map(lambda x: one(*x), by_device, batch_size=self._at_once)
       dh, norms, looked_up = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, *x.shape[2:]), new)
@@ -133,10 +134,10 @@ class _Head:
 
     start = _AtHead(
       jnp.zeros_like(hidden),
-      jnp.zeros((rows, self._sequences.most), jnp.float32),
-      jnp.zeros((rows, width, self._sequences.longest), hidden.dtype),
+      jnp.zeros((rows, self._bounds.most), jnp.float32),
+      jnp.zeros((rows, width, self._bounds.longest), hidden.dtype),
     )
-    return jax.lax.fori_loop(0, jnp.max(self._segments), body, start)
+    return jax.lax.fori_loop(0, self._count, body, start)
 
   def dots_with(self, hidden: Array, at_table: Array, at_tokens: Array) -> Array:
     """Returns the inner products of a tied table's two gradients, as unembedding and as embedding, float32 [R, S].
@@ -150,30 +151,31 @@ class _Head:
     def body(s: Array, sums: Array) -> Array:
       (places, valid), (all_places, _) = self._windows(s)
       dots = jnp.einsum(
-        "rcd,rld->rcl", _at(hidden, places), _at(at_table, all_places), preferred_element_type=jnp.float32
+        "rcd,rld->rcl", at_places(hidden, places), at_places(at_table, all_places), preferred_element_type=jnp.float32
       )
-      product = jnp.where(valid[..., None], dots * _at(at_tokens, places), 0.0)
+      product = jnp.where(valid[..., None], dots * at_places(at_tokens, places), 0.0)
       return jax.lax.dynamic_update_index_in_dim(sums, jnp.sum(product, axis=(1, 2)), s, 1)
 
-    zeros = jnp.zeros((hidden.shape[0], self._sequences.most), jnp.float32)
-    return jax.lax.fori_loop(0, jnp.max(self._segments), body, zeros)
+    zeros = jnp.zeros((hidden.shape[0], self._bounds.most), jnp.float32)
+    return jax.lax.fori_loop(0, self._count, body, zeros)
 
-  def _windows(self, s: Array) -> Iterator[tuple[Array, Array]]:
-    """Yields of sequence s of each row the places [R, C] from its first scored token on, [R, L] from its first one on.
-
-    And whether they hold scored tokens, or tokens, of the sequence.
-    """
+  def _windows(self, s: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Returns the windows on the scored tokens of sequence s of every row, C wide, and on all of its tokens, L wide."""
     own = self._segments == s + 1
-    for wanted, size in ((own & self._scored, self._sequences.scored), (own, self._sequences.longest)):
-      places = jnp.argmax(wanted, axis=1)[:, None] + jnp.arange(size)[None]
-      inside = places < wanted.shape[1]
-      places = jnp.minimum(places, wanted.shape[1] - 1)
-      yield places, inside & _at(wanted, places)
+    return _window(own & self._scored, self._bounds.scored), _window(own, self._bounds.longest)
 
 
-def _at(x: Array, places: Array) -> Array:
-  """Returns the entries of x [R, T, ...] at places [R, N] of each row."""
-  return jax.vmap(lambda x, places: x[places])(x, places)
+def _window(wanted: Array, size: int) -> tuple[Array, Array]:
+  """Returns the places [R, size] of each row from its first wanted token on, and which of them are wanted.
+
+  Args:
+    wanted: bool [R, T].
+    size: the number of places.
+  """
+  places = jnp.argmax(wanted, axis=1)[:, None] + jnp.arange(size)[None]
+  inside = places < wanted.shape[1]
+  places = jnp.minimum(places, wanted.shape[1] - 1)
+  return places, inside & at_places(wanted, places)
 
 
 def _put(x: Array, new: Array, places: Array, valid: Array) -> Array:

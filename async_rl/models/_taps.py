@@ -32,8 +32,8 @@ Gram = Callable[[int], Array]
 _BLOCKS = 2
 
 
-class Sequences(NamedTuple):
-  """What bounds the sequences of packed rows, each in one piece.
+class SequenceBounds(NamedTuple):
+  """Bounds of the sequences of packed rows, each in one piece.
 
   Attributes:
     most: the most sequences of a row, S; they are its segments 1 to S.
@@ -50,18 +50,18 @@ class Taps:
   """Adds to the gradient of a probe the squared norms of the gradients of a policy's parameters, by sequence.
 
   Args:
-    sequences: the bounds of what the rows hold.
+    bounds: those of the rows' sequences.
     segments: int32 [R, T], the sequence of each token from 1 on, 0 on padding.
     probe: float32 [R, S], zeros.
     embedded: [R, T, D], zeros, whose gradient is that at the embedded tokens.
   """
 
-  def __init__(self, sequences: Sequences, segments: Array, probe: Array, embedded: Array):
-    self._sequences, self._segments, self._probe, self.embedded = sequences, segments, probe, embedded
+  def __init__(self, bounds: SequenceBounds, segments: Array, probe: Array, embedded: Array):
+    self._bounds, self._segments, self._probe, self.embedded = bounds, segments, probe, embedded
 
   def product(self, x: Array, y: Array, bias: bool = False) -> Array:
     """Returns y [R, T, out], the product of x [R, T, in] with a matrix, to which a trained bias may be added."""
-    return _tap(functools.partial(_product_norms, self._sequences, bias), y, self._probe, self._segments, x)
+    return _tap(functools.partial(_product_norms, self._bounds, bias), y, self._probe, self._segments, x)
 
   def norms(self) -> Norms:
     """Returns how to compute norms with a trained scale."""
@@ -69,7 +69,7 @@ class Taps:
 
   def scale(self, x: Array, y: Array, eps: float) -> Array:
     """Returns y, x [R, T, ..., d] over its root mean square, times a trained scale."""
-    return _tap(functools.partial(_scale_norms, self._sequences, eps), y, self._probe, self._segments, x)
+    return _tap(functools.partial(_scale_norms, self._bounds, eps), y, self._probe, self._segments, x)
 
 
 class _TappedNorms(Norms):
@@ -99,17 +99,17 @@ def _tap_backward(rule, residuals, g):
 _tap.defvjp(_tap_forward, _tap_backward)
 
 
-def _product_norms(sequences: Sequences, bias: bool, segments: Array, x: Array, g: Array) -> Array:
-  pairs = Pairs(sequences, segments)
+def _product_norms(bounds: SequenceBounds, bias: bool, segments: Array, x: Array, g: Array) -> Array:
+  pairs = Pairs(bounds, segments)
   inputs = pairs.dots(x)
   return pairs.sums((lambda distance: inputs(distance) + 1.0) if bias else inputs, pairs.dots(g))
 
 
-def _scale_norms(sequences: Sequences, eps: float, segments: Array, x: Array, g: Array) -> Array:
+def _scale_norms(bounds: SequenceBounds, eps: float, segments: Array, x: Array, g: Array) -> Array:
   x, g = x.astype(jnp.float32), g.astype(jnp.float32)
   at_scale = g * x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
   at_scale = jnp.sum(at_scale, axis=range(2, x.ndim - 1))  # over heads
-  sums = jnp.einsum("rts,rtd->rsd", Pairs(sequences, segments).members(), at_scale)
+  sums = jnp.einsum("rts,rtd->rsd", Pairs(bounds, segments).members(), at_scale, precision="highest")
   return jnp.sum(jnp.square(sums), axis=-1)
 
 
@@ -120,10 +120,10 @@ class Pairs:
   are never formed.
   """
 
-  def __init__(self, sequences: Sequences, segments: Array):
-    self._most, self._segments = sequences.most, segments
+  def __init__(self, bounds: SequenceBounds, segments: Array):
+    self._most, self._segments = bounds.most, segments
     width = segments.shape[1]
-    self._size = min(width, max(1, -(-(sequences.longest - 1) // _BLOCKS)))
+    self._size = min(width, max(1, -(-(bounds.longest - 1) // _BLOCKS)))
     self._count = -(-width // self._size)
 
   def members(self) -> Array:
@@ -153,7 +153,7 @@ class Pairs:
       pairs = jnp.sum(product, axis=-1) * (2.0 if distance else 1.0)  # (t, u) and (u, t)
       total += jnp.pad(pairs, ((0, 0), (distance, 0), (0, 0)))
     by_token = total.reshape(total.shape[0], -1)[:, : self._segments.shape[1]]
-    return jnp.einsum("rts,rt->rs", self.members(), by_token)
+    return jnp.sum(self.members() * by_token[..., None], axis=1)  # no product of matrices, which may round to less
 
   def _blocks(self, x: Array, distance: int) -> tuple[Array, Array]:
     """Returns the blocks of x [R, T, ...] from number *distance* on, and those that lie as far before them."""

@@ -146,8 +146,8 @@ def _statistics(
 
   def one(i, carry):
     stats, kept = carry
-    raw = project(policy, chunks.slice(hidden, i), compute)
-    logits, t = finished_logits(policy, temperature, raw), chunks.slice(flat, i)
+    raw = raw_logits(policy, chunks.slice(hidden, i), compute)
+    logits, t = tempered_logits(policy, temperature, raw), chunks.slice(flat, i)
     top = jnp.max(logits, axis=-1, keepdims=True)
     below = logits - top
     weights = jnp.exp(below)
@@ -167,7 +167,7 @@ def _statistics(
 
 def slopes_of(policy: Policy, temperature: float, raw: Array, logz: Array, targets: Array) -> Array:
   """Returns the gradients of log-probabilities at raw logits [W, S, V], float32."""
-  logits, transpose = jax.vjp(functools.partial(finished_logits, policy, temperature), raw)
+  logits, transpose = jax.vjp(functools.partial(tempered_logits, policy, temperature), raw)
   return transpose(_is_target(logits, targets) - jnp.exp(logits - logz[..., None]))[0]
 
 
@@ -182,7 +182,7 @@ def _backward(policy: Policy, temperature: float, chunk: int, residuals, cotange
     dkernel, dhidden = carry
     h, w, slopes = (chunks.slice(x, i) for x in (hidden, weights[..., None], kept))
     if policy.remat not in _KEEPING:
-      raw = project(policy, h, compute)
+      raw = raw_logits(policy, h, compute)
       slopes = slopes_of(policy, temperature, raw, slopes, chunks.slice(flat, i)).astype(h.dtype)
     dh = jnp.einsum("wsv,dv->wsd", slopes, compute, preferred_element_type=jnp.float32)
     weighted = (w * h).astype(h.dtype)
@@ -218,14 +218,14 @@ class _Chunks:
     """Brings [R, T, ...] into the order of chunks."""
     x = x.reshape(self._ways, self._tokens, *x.shape[2:])
     if self._scored is not None:
-      x = _take(x, self._scored.order)
+      x = at_places(x, self._scored.order)
     return jnp.pad(x, [(0, 0), (0, -self._tokens % self._size)] + [(0, 0)] * (x.ndim - 2))
 
   def leave(self, x: Array) -> Array:
     """Brings [W, P, ...] back into [R, T, ...]."""
     x = x[:, : self._tokens]
     if self._back is not None:
-      x = _take(x, self._back)
+      x = at_places(x, self._back)
     return x.reshape(*self._shape, *x.shape[2:])
 
   def slice(self, x: Array, i: Array) -> Array:
@@ -237,8 +237,8 @@ class _Chunks:
     return jax.lax.dynamic_update_slice_in_dim(x, new, i * self._size, axis=1)
 
 
-def _take(x: Array, places: Array) -> Array:
-  """Returns the entries of [W, P, ...] at places [W, N] of each device."""
+def at_places(x: Array, places: Array) -> Array:
+  """Returns the entries of x [W, P, ...] at places [W, N] of each device or row."""
   return jax.vmap(lambda x, places: x[places])(x, places)
 
 
@@ -291,16 +291,19 @@ def _sum_over_devices(parts: Array, mesh: Mesh | None) -> Array:
 
 
 def gathered_kernel(policy: Policy, kernel: Array, dtype: jnp.dtype) -> Array:
+  """Returns the unembedding [D, V] in a dtype, split over "tensor" alone."""
   return constrain(kernel.astype(dtype), policy.mesh, None, "tensor")
 
 
-def project(policy: Policy, hidden: Array, kernel: Array) -> Array:
+def raw_logits(policy: Policy, hidden: Array, kernel: Array) -> Array:
+  """Returns hidden [W, S, D] times kernel [D, V], float32."""
   logits = jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
   return constrain(logits, policy.mesh, ROWS, None, "tensor")
 
 
-def finished_logits(policy: Policy, temperature: float, logits: Array) -> Array:
-  return finish_logits(logits, policy.config) / temperature
+def tempered_logits(policy: Policy, temperature: float, raw: Array) -> Array:
+  """Returns raw logits soft-capped and without padding ids, over the temperature."""
+  return finish_logits(raw, policy.config) / temperature
 
 
 def _is_target(logits: Array, targets: Array) -> Array:

@@ -25,11 +25,11 @@ from async_rl._paths import check_path
 from async_rl._suggestions import suggestion
 from async_rl._validation import check_choice
 from async_rl._validation import check_number
+from async_rl.learning._norms import ExactNorms
 from async_rl.rollout._schedule import LAG_KINDS
 
 Mode = Literal["async", "simulated", "sync"]
 OnUpdate = Literal["keep", "recompute"]
-ExactNorms = Literal["auto", "packed", "single"]
 T = TypeVar("T")
 #: The smallest temperature at which float32 log-probabilities still mean something.
 MIN_TEMPERATURE = 1e-3
@@ -155,8 +155,8 @@ class Devices:
   #: The most sequences of a row; the lower, the faster is attention on GPUs, the higher, the fuller are rows of many
   #: short sequences. 0: any number.
   row_sequences: int = 8
-  #: How exact OPOB (--advantages opob) computes gradient norms: of packed rows, of a single sequence at a time, or what
-  #: takes fewer operations (auto), which is packed but for long sequences.
+  #: How exact OPOB (--advantages opob) computes gradient norms. packed: of all sequences of a micro-batch in one pass;
+  #: single: of one sequence at a time; auto: what takes fewer operations, which is packed but for long sequences.
   exact_norms: ExactNorms = "auto"
   #: Keep compiled programs for later starts: in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/async_rl/programs.
   compilation_cache: bool = True

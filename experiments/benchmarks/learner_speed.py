@@ -22,7 +22,8 @@ square), width D and V tokens of the vocabulary. Their share of the peak is the 
 Prints a row per case and writes learner_speed.json. Columns: the shape; sequences, the prompt's and the completion's
 tokens, rows and tokens of a micro-batch, how many of these a step has; what the backward pass recomputes (`--remat`
 chooses); the dtypes of activations and of the residual stream; seconds to compile; ms of a step, the median, the
-shortest and the longest; MFU; GiB that the step needs beside the state.
+shortest and the longest; MFU; GiB that the step needs beside the state; with `--exact-norms`, how the norms are
+computed, whose operations do not count.
 """
 
 from __future__ import annotations

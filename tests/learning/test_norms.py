@@ -27,9 +27,14 @@ from async_rl.learning._norms import squared_gradient_norms
 CHUNK = 24  # tokens whose logits are formed at a time: of two sequences
 WIDE = dataclasses.replace(POLICY, config=dataclasses.replace(CONFIG, d_model=512, d_ff=2048, num_heads=64))
 PROMPTS = (8, 256, 1000)
+#: What Gemma 2 and 3 have that the tiny policy lacks.
+GEMMA = dict(
+  tie_embeddings=True, embed_scale=True, post_norms=True, norm_offset=1.0, activation="gelu",
+  attention_softcap=2.0, final_softcap=5.0, sliding_window=4, global_every=2,
+)  # fmt: skip
 
 
-def squared_norms(params, groups, policy=POLICY, trained=lambda tree: tree):
+def squared_norms(params, groups, policy=POLICY, trained=lambda tree: tree, temperature=1.0):
   """One sequence at a time, with nothing but padding after it; and the sequences' log-weights."""
 
   @jax.jit
@@ -37,7 +42,7 @@ def squared_norms(params, groups, policy=POLICY, trained=lambda tree: tree):
   def log_probability(params, ids, mask):
     ids = ids[None]
     hidden = policy.hidden(params, ids, jnp.ones_like(ids), jnp.arange(LONGEST)[None])
-    logits = jax.nn.log_softmax(policy.logits(params, hidden)[0, :-1])
+    logits = jax.nn.log_softmax(policy.logits(params, hidden)[0, :-1] / temperature)
     logp = jnp.take_along_axis(logits, ids[0, 1:, None], axis=1)[:, 0]
     return jnp.sum(jnp.where(mask[1:], logp, 0.0))
 
@@ -64,12 +69,12 @@ def expected(groups):
   return squared_norms(params_of(POLICY), groups)
 
 
-def packed_norms(policy, params, groups, shape, mesh=None):
+def packed_norms(policy, params, groups, shape, mesh=None, temperature=1.0):
   """Computes the norms of a batch in the packed way."""
   mesh = mesh or make_mesh()
   policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
   batch = make_learner(shape, mesh, policy=policy).put(learning.pack(groups, shape))
-  compute = functools.partial(packed_squared_norms, policy, shape=shape, temperature=1.0, chunk=CHUNK)
+  compute = functools.partial(packed_squared_norms, policy, shape=shape, temperature=temperature, chunk=CHUNK)
   return jax.jit(compute)(params, batch)
 
 
@@ -103,24 +108,50 @@ def test_norms_are_those_of_unpacked_sequences(groups, expected, norms, rows, ro
 
 
 @pytest.mark.parametrize(
-  "changes",
+  ("changes", "axes"),
   [
-    dict(qkv_bias=True),
-    dict(tie_embeddings=True, vocab_limit=30),
-    dict(tie_embeddings=True, embed_scale=True, post_norms=True, norm_offset=1.0, final_softcap=5.0, activation="gelu"),
+    (dict(qkv_bias=True, qk_norm=False), {}),
+    (dict(tie_embeddings=True, vocab_limit=30), dict(data=2, fsdp=2, tensor=2)),
+    (GEMMA, {}),
   ],
-  ids=["biases", "a tied table", "a scaled tied table and all norms"],
+  ids=["biases", "a tied table on a mesh", "a scaled tied table, all norms, windows and soft-caps"],
 )
-def test_packed_norms_are_of_all_parameters(changes):
+def test_packed_norms_are_of_all_parameters(changes, axes):
   policy = dataclasses.replace(POLICY, config=dataclasses.replace(CONFIG, **changes))
   groups = make_groups(vocab=30)
-  found = packed_norms(policy, params_of(policy), groups, shape_of(row_tokens=48))
+  found = packed_norms(policy, params_of(policy), groups, shape_of(8, 48), make_mesh(**axes), temperature=0.5)
+  expected, _ = squared_norms(params_of(policy), groups, policy, temperature=0.5)
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_half_precision_they_are_those_of_single_gradients(dtype):
+  """The square root of 34, by which embeddings are scaled, is .2 % more in bfloat16."""
+  policy = dataclasses.replace(POLICY, config=dataclasses.replace(CONFIG, d_model=34, **GEMMA), dtype=dtype)
+  groups, shape = make_groups(), shape_of(row_tokens=48, prompt_tokens=7)
+  found, expected = (norms(policy, params_of(policy), groups, shape) for norms in (packed_norms, single_norms))
+  np.testing.assert_allclose(found, expected, rtol=2e-3)
+  assert np.mean(found / expected) == pytest.approx(1.0, abs=2e-4)
+
+
+def test_sequences_without_a_completion_take_nothing_from_others():
+  """Rows may hold more of them than of sequences with a completion."""
+  policy = dataclasses.replace(POLICY, config=dataclasses.replace(CONFIG, tie_embeddings=True))
+  (group,) = make_groups(groups=1, samples=3, prompt=(1, 2), completion=(1, 2))
+  full, other, empty = (c._replace(mask=np.ones(1, bool)) for c in group.completions)
+  empty = empty._replace(**{name: getattr(empty, name)[:0] for name in ("tokens", "logprobs", "versions", "mask")})
+  groups = [group._replace(completions=(full, other, empty))]
+  shape = learning.BatchShape(sequences=3, row_tokens=5, rows=1, completion_tokens=1)
+  found = packed_norms(policy, params_of(policy), groups, shape)
   np.testing.assert_allclose(found, squared_norms(params_of(policy), groups, policy)[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("norms", [single_norms, packed_norms])
-def test_with_adapters_they_are_of_the_adapters(groups, norms):
-  policy = dataclasses.replace(POLICY, lora=models.LoRA(rank=2))
+@pytest.mark.parametrize(
+  ("norms", "targets"),
+  [(single_norms, models.LoRA().targets), (packed_norms, models.LoRA().targets), (packed_norms, ("v", "up"))],
+)
+def test_with_adapters_they_are_of_the_adapters(groups, norms, targets):
+  policy = dataclasses.replace(POLICY, lora=models.LoRA(rank=2, targets=targets))
   params = policy.init(jax.random.key(0))
   params["adapters"] = jax.tree.map(lambda x: x + 0.1, params["adapters"])  # b is zero at the start, and so its effect
   expected, _ = squared_norms(params, groups, policy, lambda gradient: gradient["adapters"])
