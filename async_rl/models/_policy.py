@@ -96,8 +96,11 @@ class Policy:
     check_choice("dtype", self.dtype, DTYPES)
     if self.residual_dtype is not None:
       check_choice("residual_dtype", self.residual_dtype, DTYPES)
-    if self.residual_dtype == "float16" and self.dtype != "float16":  # by which gradients are scaled
-      raise ValueError(f"*residual_dtype* may be 'float16' with dtype='float16' only, got dtype={self.dtype!r}.")
+      if self.residual_dtype not in (self.dtype, "float32"):
+        raise ValueError(
+          f"*residual_dtype* must be 'float32' or *dtype*, got residual_dtype={self.residual_dtype!r} and "
+          f"dtype={self.dtype!r}."
+        )
     if self.dtype == "float16" and self._device.platform == "tpu":
       raise ValueError("dtype='float16' is not for TPUs, which multiply in bfloat16; choose dtype='bfloat16'.")
     _attention.resolve_backend(self.attention, self._device, self.config.head_dim)

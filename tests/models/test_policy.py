@@ -192,9 +192,14 @@ def test_bad_policies_are_refused(change):
     models.Policy(reference.LLAMA, **change)
 
 
-def test_a_residual_stream_in_float16_needs_the_loss_scaling_of_float16():
-  with pytest.raises(ValueError, match="may be 'float16' with dtype='float16' only, got dtype='bfloat16'"):
-    models.Policy(reference.LLAMA, dtype="bfloat16", residual_dtype="float16")
+@pytest.mark.parametrize("dtype", models.DTYPES)
+@pytest.mark.parametrize("residual_dtype", models.DTYPES)
+def test_a_residual_stream_in_less_than_what_is_added_to_it_is_refused(dtype, residual_dtype):
+  if residual_dtype in (dtype, "float32"):
+    models.Policy(reference.LLAMA, dtype=dtype, residual_dtype=residual_dtype)
+    return
+  with pytest.raises(ValueError, match=f"got residual_dtype='{residual_dtype}' and dtype='{dtype}'"):
+    models.Policy(reference.LLAMA, dtype=dtype, residual_dtype=residual_dtype)
 
 
 def test_float16_is_refused_on_tpus(monkeypatch):
