@@ -76,6 +76,23 @@ def test_gradients_cross_the_data_axis_once_and_tables_are_gathered_once(tpu_chi
   assert [x.loops for x in gathers] == [0]
 
 
+@pytest.mark.slow
+def test_exact_norms_of_packed_rows_exchange_no_gradient(tpu_chips):
+  """Only what is as small as a batch is summed beside the gradient itself, and nothing of it in the loops of layers."""
+  mesh = rollout.make_mesh(tpu_chips("v5e:2x2"), fsdp=2)
+  summed = {}
+  for advantages in ("grpo", "opob"):
+    objective = learning.objective("sequence_tis", advantages=advantages)
+    learner = make_learner(
+      shape_of(rows=4, row_tokens=32, row_sequences=3), mesh, optax.sgd(0.1),
+      models.Policy(BIG_TABLE, attention="xla"), objective, head_chunk=32, exact_norms="packed",
+    )  # fmt: skip
+    batch = models.with_shardings(learning.pack(make_groups(), learner.shape), learner.batch_shardings)
+    found = count_compiled(learner._step.lower(learner.abstract(), batch, None).compile().as_text()).exchanges
+    summed[advantages] = sum(x.nbytes for x in found if x.kind in ("all-reduce", "reduce-scatter"))
+  assert summed["grpo"] < summed["opob"] < summed["grpo"] + TABLE_BYTES // 100
+
+
 @pytest.mark.parametrize(("topology", "exchanges"), [("v5p:2x4x4", 2), ("v6e:4x8", 1)])
 def test_sixteen_chips_scatter_the_gradient_of_the_table(tpu_chips, topology, exchanges):
   """Half of a slice: no chip is given all of the gradient, nor do tiles hold less than they can."""
