@@ -10,7 +10,7 @@ from experiments.benchmarks.decode_speed import SMOKE
 CONFIG = dataclasses.replace(SMOKE, num_heads=4, num_kv_heads=2, head_dim=32)
 
 
-@pytest.mark.parametrize("live", [16, 8])
+@pytest.mark.parametrize("live", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_all_ways_agree_with_float32(live):
   case = decode_attention.Case(16, live, prompt=32, own=32, filled=20, layers=1)
   rows = list(decode_attention.measure(CONFIG, case, 1e9, 1))

@@ -90,15 +90,15 @@ def single_norms(policy, params, groups, shape, mesh=None):
 @pytest.mark.parametrize(
   ("norms", "rows", "row_tokens", "row_sequences", "axes"),
   [
-    (single_norms, 1, 20, None, {}),
+    pytest.param(single_norms, 1, 20, None, {}, marks=pytest.mark.slow),
     (single_norms, 4, 96, None, {}),
     (single_norms, 8, 33, None, dict(data=2, fsdp=2, tensor=2)),
-    (single_norms, 8, 20, None, dict(data=8)),
-    (packed_norms, 1, 20, None, {}),
+    pytest.param(single_norms, 8, 20, None, dict(data=8), marks=pytest.mark.slow),
+    pytest.param(packed_norms, 1, 20, None, {}, marks=pytest.mark.slow),
     (packed_norms, 4, 97, None, {}),  # blocks do not divide the row
     (packed_norms, 4, 96, 3, {}),
     (packed_norms, 8, 33, 2, dict(data=2, fsdp=2, tensor=2)),
-    (packed_norms, 8, 20, 1, dict(data=8)),
+    pytest.param(packed_norms, 8, 20, 1, dict(data=8), marks=pytest.mark.slow),
   ],
 )
 def test_norms_are_those_of_unpacked_sequences(groups, expected, norms, rows, row_tokens, row_sequences, axes):
@@ -124,7 +124,7 @@ def test_packed_norms_are_of_all_parameters(changes, axes):
   np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_in_half_precision_they_are_those_of_single_gradients(dtype):
   """The square root of 34, by which embeddings are scaled, is .2 % more in bfloat16."""
   policy = dataclasses.replace(POLICY, config=dataclasses.replace(CONFIG, d_model=34, **GEMMA), dtype=dtype)
@@ -158,7 +158,7 @@ def test_with_adapters_they_are_of_the_adapters(groups, norms, targets):
   np.testing.assert_allclose(norms(policy, params, groups, shape_of()), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["full", "projections"])
+@pytest.mark.parametrize("remat", ["full", pytest.param("projections", marks=pytest.mark.slow)])
 def test_packed_norms_with_less_kept(groups, expected, remat):
   policy = dataclasses.replace(POLICY, remat=remat)
   found = packed_norms(policy, params_of(policy), groups, shape_of(prompt_tokens=7))
