@@ -347,6 +347,16 @@ TOPR_FALLING = {
   "TOPR, momentum .5, falling rate": _method("topr", FALLING, b1=0.5),
 }
 SEQUENCE_FALLING = {"sequence PPO, momentum .97, falling rate": _method("sequence_ppo", FALLING, b1=0.97)}
+#: The same under other corrections.
+OTHERS_FALLING = {
+  f"{name}, falling rate": knobs | FALLING
+  for name, knobs in {
+    "TRM, bounds x 100": TRM["TRM, bounds x 100"],
+    "VESPO": _method("vespo"),
+    "DPPO": _method("dppo"),
+    "PPO": PUBLISHED["PPO"],
+  }.items()
+}
 #: The same with exact norms.
 FALLING_EXACT = {
   "sequence PPO + OPOB, exact, momentum .97, falling rate": _method("sequence_ppo", OPOB, FALLING, b1=0.97),
@@ -388,7 +398,7 @@ EXACT_NORMS |= TOPR_REACHING_EXACT | REACHING_EXACT | FALLING_EXACT
 
 METHODS = SYNC | PUBLISHED | AHEAD | CANDIDATES | SECOND | MOMENTUM | TOKEN_WEIGHTS | RAMPED | EXACT_NORMS
 METHODS |= CENTERED_SCORES | INGREDIENTS | PARTS | LESS_MOMENTUM | REACHING | ESTR | TRM
-METHODS |= SYNC_FALLING | TOPR_FALLING | SEQUENCE_FALLING
+METHODS |= SYNC_FALLING | TOPR_FALLING | SEQUENCE_FALLING | OTHERS_FALLING
 for _group in GAC_ON.values():
   METHODS |= _group
 #: All controls.

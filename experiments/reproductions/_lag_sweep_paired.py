@@ -53,6 +53,7 @@ CONTROL_OF = {
   "TOPR, momentum .97": "TOPR",
   "TOPR, momentum .5": "TOPR",
   "TOPR, momentum 0": "TOPR",
+  **{name: name.removesuffix(", falling rate") for name in methods.OTHERS_FALLING},
   "TOPR, falling rate": "TOPR",
   "TOPR, momentum .5, falling rate": "TOPR, momentum .5",
   "TOPR + ahead": "TOPR",

@@ -52,6 +52,7 @@ GROUPS: dict[str, Collection[str]] = {
   "sync_falling": methods.SYNC_FALLING,
   "topr_falling": methods.TOPR_FALLING,
   "sequence_falling": methods.SEQUENCE_FALLING,
+  "others_falling": methods.OTHERS_FALLING,
   "falling_exact": methods.FALLING_EXACT,
   "exact": methods.EXACT,
   "ramped": methods.RAMPED,

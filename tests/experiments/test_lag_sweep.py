@@ -335,6 +335,8 @@ def test_a_traced_choice_of_gac_is_that_choice():
 def test_every_method_has_knobs_that_exist():
   for name, knobs in methods.METHODS.items():
     assert set(knobs) <= set(methods.Knobs._fields), name
+  for name, knobs in methods.OTHERS_FALLING.items():
+    assert knobs == methods.METHODS[name.removesuffix(", falling rate")] | {"fall": 1.0}
   assert {row[0] for row in methods.MATCHED.values()} <= set(methods.METHODS)
   assert {name for panel in reports.PANELS.values() for name in panel} <= set(methods.METHODS)
 

@@ -128,6 +128,9 @@ def test_what_is_kept_of_a_step_are_metrics():
 def test_methods_need_what_they_are_called_after():
   exact = {name for name, method in study.METHODS.items() if method.objective().needs_exact_norms}
   assert exact == {"sequence PPO + OPOB, exact, momentum .97", "VCPO, exact"}
+  assert {name for name, method in study.METHODS.items() if method.ess_power} == {
+    "VCPO, exact", "sequence TIS, steps by ESS"
+  }  # fmt: skip
   assert study.METHODS["TOPR"].objective().aggregate is learning.AGGREGATIONS["sequence_mean"]
   momentum = {name: re.search(r"momentum (\.\d+)", name) for name in study.METHODS}
   assert {name: method.b1 for name, method in study.METHODS.items()} == {
@@ -153,6 +156,8 @@ def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
   [
     ("TOPR", [0, 0.5, 1, 1, 1, 1, 1]),
     ("TOPR, momentum .5, falling rate", [0, 2, 4, 3, 2, 1, 0]),
+    ("TOPR, momentum .5, falling from its rate", [0, 0.5, 1, 0.75, 0.5, 0.25, 0]),
+    ("TOPR, momentum .5, falling from twice the rate", [0, 1, 2, 1.5, 1, 0.5, 0]),
     ("no correction, falling rate", [0, 1, 2, 1.5, 1, 0.5, 0]),
   ],
 )

@@ -159,6 +159,20 @@ def test_the_edges_of_short_lags_and_falling_rates_are_those_that_the_pages_name
   assert min(tried) < 2e-4 < max(tried)
 
 
+def test_the_plan_that_comes_next_names_what_exists_and_no_seed_that_was_used():
+  items = [plans.parse(text) for text in plans.read(tables.PAGES / "others_falling.txt")]
+  used = {
+    (run.task, run.seed)
+    for runs in (results.FALLING, results.SHORT_LAG, results.ELSEWHERE, second.TASK, second.LOWER)
+    for run in plans.Results(runs.folder).curves
+  } | {("ch4", seed) for study in results.studies() for seed in study.fresh.seeds}
+  planned = {item.task: set() for item in items}
+  for item in items:
+    planned[item.task] |= set(item.seeds)
+  assert {task: len(seeds) for task, seeds in planned.items()} == {"ch4": 23, "sort16": 23}
+  assert not {(task, seed) for task, seeds in planned.items() for seed in seeds} & used
+
+
 def test_no_falling_rate_of_topr_is_at_an_edge_but_for_twice_the_width():
   edges = {
     (study.fresh.configs[row.config][:2], study.edge(study.fresh.configs[row.config]))
