@@ -349,13 +349,8 @@ TOPR_FALLING = {
 SEQUENCE_FALLING = {"sequence PPO, momentum .97, falling rate": _method("sequence_ppo", FALLING, b1=0.97)}
 #: The same under other corrections.
 OTHERS_FALLING = {
-  f"{name}, falling rate": knobs | FALLING
-  for name, knobs in {
-    "TRM, bounds x 100": TRM["TRM, bounds x 100"],
-    "VESPO": _method("vespo"),
-    "DPPO": _method("dppo"),
-    "PPO": PUBLISHED["PPO"],
-  }.items()
+  f"{name}, falling rate": (PUBLISHED | TOKEN_WEIGHTS | TRM)[name] | FALLING
+  for name in ("TRM, bounds x 100", "VESPO", "DPPO", "PPO")
 }
 #: The same with exact norms.
 FALLING_EXACT = {
