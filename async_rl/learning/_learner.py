@@ -90,8 +90,8 @@ class Learner(PlacedModel):
     exact_norms: str = "auto",
   ):
     check_choice("exact_norms", exact_norms, get_args(ExactNorms))
-    self._exact_norms = resolve_exact_norms(exact_norms, policy, shape, head_chunk or models.HEAD_CHUNK)
     self.policy = dataclasses.replace(policy, mesh=mesh, max_segments=shape.max_segments)
+    self._exact_norms = resolve_exact_norms(exact_norms, self.policy, shape, head_chunk or models.HEAD_CHUNK)
     head_chunk = head_chunk or models.head_chunk(self.policy)
     self.objective = objective
     if objective.gae is not None:

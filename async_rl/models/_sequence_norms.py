@@ -20,6 +20,7 @@ from async_rl.models._taps import SequenceBounds
 from async_rl.models._taps import Taps
 from async_rl.models._token_stats import at_places
 from async_rl.models._token_stats import gathered_kernel
+from async_rl.models._token_stats import predicting
 from async_rl.models._token_stats import raw_logits
 from async_rl.models._token_stats import row_ways
 from async_rl.models._token_stats import slopes_of
@@ -60,14 +61,14 @@ def squared_score_norms(
   nothing = jnp.zeros((*tokens.shape, policy.config.d_model), policy.dtype)
 
   def hidden_of(probe: Array, embedded: Array) -> Array:
-    return policy.hidden(params, tokens, segments, positions, Taps(bounds, segments, probe, embedded))
+    taps = Taps(bounds, segments, probe, embedded)
+    return predicting(policy.hidden(params, tokens, segments, positions, taps))
 
   hidden, pull = jax.vjp(hidden_of, probe, nothing)
-  hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
   kernel = policy.unembedding(params)
   head = _Head(policy, temperature, chunk, bounds, tokens, segments, scored)
   found = head(hidden, gathered_kernel(policy, kernel, hidden.dtype))
-  norms, at_embedded = pull(jnp.concatenate([found.hidden[:, 1:], jnp.zeros_like(hidden[:, :1])], axis=1))
+  norms, at_embedded = pull(found.hidden)
   if policy.lora is not None:
     return norms
   c = policy.config

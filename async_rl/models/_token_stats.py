@@ -94,10 +94,14 @@ def score(
     chunk: the number of a device's tokens whose logits are formed at a time; `None` for `head_chunk`'s.
   """
   chunk = chunk or head_chunk(policy)
-  hidden = policy.hidden(params, tokens, segments, positions)
-  hidden = jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
+  hidden = predicting(policy.hidden(params, tokens, segments, positions))
   stats = token_stats(policy, float(temperature), chunk, hidden, policy.unembedding(params), tokens, scored)
   return stats._replace(values=head_values(params, hidden) if VALUE_HEAD in params else None)
+
+
+def predicting(hidden: Array) -> Array:
+  """Returns the hidden states [R, T, D] that predict each token from those of the tokens, zeros for the first."""
+  return jnp.concatenate([jnp.zeros_like(hidden[:, :1]), hidden[:, :-1]], axis=1)
 
 
 def head_chunk(policy: Policy) -> int:
