@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.reproductions import _lag_sweep_knobs as sweep_knobs
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_tasks as problems
 from experiments.reproductions._lag_sweep_run import CURVES
@@ -193,7 +194,7 @@ class Item:
     """Whether other runs must have been made before."""
     return self.tried or self.controls
 
-  def runs(self, results: Results) -> dict[Run, methods.Knobs]:
+  def runs(self, results: Results) -> dict[Run, sweep_knobs.Knobs]:
     """Returns the runs still to be made with their knobs, without those whose measurement is missing."""
     return {run: values for run, values in self._missing(results) if values is not None}
 
@@ -210,7 +211,7 @@ class Item:
       return (best[1],) if best and best[0] == measured else ()
     return (self.choose(self.task, measured, lag),) if self.choose else self.rates
 
-  def _missing(self, results: Results) -> Iterator[tuple[Run, methods.Knobs | None]]:
+  def _missing(self, results: Results) -> Iterator[tuple[Run, sweep_knobs.Knobs | None]]:
     for lag, name in itertools.product(self.lags, self.names):
       for rate, seed in itertools.product(self.rates_of(name, lag, results), self.seeds):
         run = Run(self.task, name, lag, rate, seed)
@@ -277,7 +278,7 @@ def seeds_of(items: Iterable[Item], task: str) -> set[int]:
   return {seed for item in items if item.task == task for seed in item.seeds}
 
 
-def _knobs(run: Run, results: Results) -> methods.Knobs | None:
+def _knobs(run: Run, results: Results) -> sweep_knobs.Knobs | None:
   knobs = {"seed": run.seed, "lag": run.lag, "rate": run.rate} | methods.METHODS[run.method]
   if run.method in methods.MATCHED:
     measured, curve, knob, _ = methods.MATCHED[run.method]
@@ -285,4 +286,4 @@ def _knobs(run: Run, results: Results) -> methods.Knobs | None:
     if value is None:
       return None
     knobs[knob] = value * run.rate if knob == "rate" else value
-  return methods.Knobs(**knobs)
+  return sweep_knobs.Knobs(**knobs)

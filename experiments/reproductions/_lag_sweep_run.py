@@ -26,8 +26,8 @@ from async_rl import losses
 from async_rl import models
 from async_rl import sampling
 from async_rl import stabilizers
+from experiments.reproductions import _lag_sweep_knobs as sweep_knobs
 from experiments.reproductions import _lag_sweep_losses as sweep_losses
-from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_tasks as problems
 
 Array = jax.Array
@@ -148,11 +148,11 @@ class Training:
     return jnp.mean(self.reward(chosen, self.draw(weights, chosen, 1, key).tokens))
 
   def run(
-    self, knobs: methods.Knobs, weights: Array, train: problems.Problems, test: problems.Problems
+    self, knobs: sweep_knobs.Knobs, weights: Array, train: problems.Problems, test: problems.Problems
   ) -> dict[str, Array]:
     """Trains from *weights* and returns the curves, float32 [steps / probe_every] each."""
     setting, key = self.sizes, jax.random.key(knobs.seed)
-    optimizer, lags = methods.optimizer(knobs, setting.steps), jnp.broadcast_to(knobs.lag, (setting.steps,))
+    optimizer, lags = sweep_knobs.optimizer(knobs, setting.steps), jnp.broadcast_to(knobs.lag, (setting.steps,))
     start = Carry(weights, weights, optimizer.init(weights), jnp.zeros((self.slots, weights.size), weights.dtype))
 
     def update(carry: Carry, version: Array) -> tuple[Carry, dict[str, Array]]:
@@ -192,7 +192,7 @@ class Training:
     return jax.lax.scan(block, start, jnp.arange(0, setting.steps, setting.probe_every))[1]
 
   def gradient(
-    self, knobs: methods.Knobs, weights: Array, prompts: Array, drawn: Drawn, lag: Array
+    self, knobs: sweep_knobs.Knobs, weights: Array, prompts: Array, drawn: Drawn, lag: Array
   ) -> tuple[Array, Array, dict[str, Array]]:
     """Returns the gradient [P] on a batch, its sequences' raw log-weights [B], and metrics."""
     rewards, mask = self.reward(prompts, drawn.tokens), drawn.mask
@@ -207,7 +207,7 @@ class Training:
     batch = learning.BatchQuantities(rewards, self.groups, mask, drawn.logprobs, lags, stats)
     norms = self.squared_norms(weights, prompts, drawn) if self.exact_norms else batch.squared_logit_norms
     batch = batch._replace(squared_norms=norms)
-    advantages = methods.advantages(knobs, batch)
+    advantages = sweep_knobs.advantages(knobs, batch)
     known = batch._replace(stats=stats._replace(entropy=drawn.entropy))  # of the policy that drew, as ESTR has it
     coefficients = sweep_losses.coefficients(knobs.loss, logprobs, advantages, known)
     centering = sweep_losses.centering(knobs.centering, distributions, drawn.distributions, advantages, batch)
@@ -256,7 +256,7 @@ class Training:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding), tree)
 
     weights = jax.eval_shape(jax.vmap(self.init), jax.random.split(jax.random.key(0), runs))
-    knobs = methods.stack([methods.Knobs()] * runs, self.sizes.steps)
+    knobs = sweep_knobs.stack([sweep_knobs.Knobs()] * runs, self.sizes.steps)
     specs = (abstract(knobs, split), abstract(weights, split), abstract(train, whole), abstract(test, whole))
     return Program(jax.jit(many).lower(*specs).compile(), runs, self.sizes.steps, mesh, train, test)
 
@@ -366,9 +366,9 @@ class Program:
     memory = self._compiled.memory_analysis()
     return f"{self.runs} runs, {memory.temp_size_in_bytes / 2**30:.1f} GiB of temporaries a device"
 
-  def __call__(self, knobs: list[methods.Knobs], weights: np.ndarray) -> dict[str, np.ndarray]:
+  def __call__(self, knobs: list[sweep_knobs.Knobs], weights: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the curves, [len(knobs), steps / probe_every] each, of at most `runs` runs from their weights [., P]."""
     rows = np.minimum(np.arange(self.runs), len(knobs) - 1)  # the last run fills the places that are left
-    inputs = jax.device_put((methods.stack([knobs[i] for i in rows], self.steps), weights[rows]), self._split)
+    inputs = jax.device_put((sweep_knobs.stack([knobs[i] for i in rows], self.steps), weights[rows]), self._split)
     curves = jax.device_get(self._compiled(*inputs, *self._data))
     return {name: values[: len(knobs)] for name, values in curves.items()}

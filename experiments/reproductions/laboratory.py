@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from async_rl.rollout import read_schedule
+from experiments.reproductions import _lag_sweep_knobs as sweep_knobs
 from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_run as training
@@ -44,7 +45,7 @@ STABILIZERS: dict[str, dict[str, Any]] = {
 
 def method(
   correction: str, stabilizer: str = "none", *, lag: int | Sequence[int] | np.ndarray = 0, rate: float, seed: int = 0
-) -> methods.Knobs:
+) -> sweep_knobs.Knobs:
   """Returns the knobs of a run.
 
   Args:
@@ -55,7 +56,7 @@ def method(
     seed: the seed of everything random.
   """
   loss, lags = CORRECTIONS.index(correction), np.asarray(lag)
-  return methods.Knobs(seed=seed, lag=lags, rate=rate, loss=loss, **STABILIZERS[stabilizer])
+  return sweep_knobs.Knobs(seed=seed, lag=lags, rate=rate, loss=loss, **STABILIZERS[stabilizer])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Laboratory:
     self._program = words.compile(runs, mesh, words.problems, words.problems)
     self._init = jax.jit(lambda seeds: jax.vmap(words.init)(jax.vmap(jax.random.key)(seeds)))
 
-  def __call__(self, runs: Sequence[methods.Knobs]) -> dict[str, np.ndarray]:
+  def __call__(self, runs: Sequence[sweep_knobs.Knobs]) -> dict[str, np.ndarray]:
     """Trains the runs and returns their curves by name, [len(runs), steps / probe_every] each.
 
     Raises:

@@ -17,6 +17,7 @@ from async_rl import tasks
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from experiments.reproductions import _lag_sweep_gac as gac
+from experiments.reproductions import _lag_sweep_knobs as sweep_knobs
 from experiments.reproductions import _lag_sweep_losses as sweep_losses
 from experiments.reproductions import _lag_sweep_methods as methods
 from experiments.reproductions import _lag_sweep_plan as plans
@@ -155,7 +156,7 @@ def gradient(drawn):
   runner.reward = lambda prompts, tokens: rewards
   program = jax.jit(runner.gradient)  # one for all losses
   make = lambda loss, weights, centering=0: program(
-    methods.Knobs(loss=loss, centering=centering), weights, prompts, completions, jnp.int32(3)
+    sweep_knobs.Knobs(loss=loss, centering=centering), weights, prompts, completions, jnp.int32(3)
   )
   return rewards, make
 
@@ -238,8 +239,8 @@ def batch_with(logprobs, rewards, behavior=None):
 
 def test_the_anchor_pulls_towards_the_behavior_policy():
   ratios = jnp.array([[0.5, 0.5], [-0.5, 0.5]])  # log-weights 1 and 0
-  knobs = methods.Knobs(anchor=0.1, token_anchor=0.2)
-  got = methods.advantages(knobs, batch_with(ratios, jnp.array([1.0, 0.0])))
+  knobs = sweep_knobs.Knobs(anchor=0.1, token_anchor=0.2)
+  got = sweep_knobs.advantages(knobs, batch_with(ratios, jnp.array([1.0, 0.0])))
   np.testing.assert_allclose(got, [[0.45 - 0.1, 0.45 - 0.1], [-0.45 + 0.1, -0.45 - 0.1]], rtol=1e-5)
 
 
@@ -266,7 +267,7 @@ def test_sums_and_means_differ_by_the_length_and_successes_alone_have_no_failure
 
 
 def test_the_servo_settles_where_half_of_the_batch_counts():
-  optimizer = methods.servo_by_ess(0.5)
+  optimizer = sweep_knobs.servo_by_ess(0.5)
   state = optimizer.init(jnp.zeros(1))
 
   @jax.jit
@@ -282,11 +283,11 @@ def test_the_servo_settles_where_half_of_the_batch_counts():
 
 
 def test_default_knobs_are_plain_clipped_adam():
-  knobs = methods.Knobs(rate=0.5)
+  knobs = sweep_knobs.Knobs(rate=0.5)
   plain = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adam(lambda count: 0.5 * jnp.minimum(1.0, (count + 1) / methods.WARMUP))
+    optax.clip_by_global_norm(1.0), optax.adam(lambda count: 0.5 * jnp.minimum(1.0, (count + 1) / sweep_knobs.WARMUP))
   )
-  optimizer = methods.optimizer(knobs, 400)
+  optimizer = sweep_knobs.optimizer(knobs, 400)
   params = jnp.array([1.0, 2.0])
   state, plain_state = optimizer.init(params), plain.init(params)
   for gradient in ([3.0, 4.0], [3.0, 4.1], [0.1, -0.2]):
@@ -297,7 +298,7 @@ def test_default_knobs_are_plain_clipped_adam():
 
 @pytest.mark.parametrize(("fall", "share"), [(0.0, (1.0, 1.0, 1.0)), (1.0, (0.9, 0.5, 0.1)), (0.5, (0.95, 0.75, 0.55))])
 def test_a_falling_rate_falls_in_equal_parts(fall, share):
-  optimizer = methods.optimizer(methods.Knobs(rate=0.5, fall=fall), 200)
+  optimizer = sweep_knobs.optimizer(sweep_knobs.Knobs(rate=0.5, fall=fall), 200)
   params, state, steps = jnp.ones(1), optimizer.init(jnp.ones(1)), []
   step = jax.jit(lambda state: optimizer.update(jnp.ones(1), state, params, log_weights=jnp.zeros(2), mean_lag=0.0))
   for _ in range(181):
@@ -334,7 +335,7 @@ def test_a_traced_choice_of_gac_is_that_choice():
 
 def test_every_method_has_knobs_that_exist():
   for name, knobs in methods.METHODS.items():
-    assert set(knobs) <= set(methods.Knobs._fields), name
+    assert set(knobs) <= set(sweep_knobs.Knobs._fields), name
   for name, knobs in methods.OTHERS_FALLING.items():
     assert knobs == methods.METHODS[name.removesuffix(", falling rate")] | {"fall": 1.0}
   assert {row[0] for row in methods.MATCHED.values()} <= set(methods.METHODS)

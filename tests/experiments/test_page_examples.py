@@ -11,8 +11,8 @@ import pytest
 from async_rl import learning
 from async_rl import models
 from async_rl import stabilizers
+from experiments.reproductions import _lag_sweep_knobs as sweep_knobs
 from experiments.reproductions import _lag_sweep_losses as sweep_losses
-from experiments.reproductions import _lag_sweep_methods as sweep_methods
 from experiments.reproductions import tables
 
 
@@ -65,7 +65,7 @@ def test_the_optimizer_of_an_example_is_what_was_measured(page, place, knobs):
   updates = 400
   optimizers = (
     optax.with_extra_args_support(_example(page, place)["optimizer"]),
-    sweep_methods.optimizer(sweep_methods.Knobs(**({"rate": 2e-4} | knobs)), updates),
+    sweep_knobs.optimizer(sweep_knobs.Knobs(**({"rate": 2e-4} | knobs)), updates),
   )
   extra = {"log_weights": jnp.zeros(2), "mean_lag": 4.0}
   params, gradients = jnp.zeros(5), jax.random.normal(jax.random.key(0), (updates, 5)) + 0.5
@@ -78,7 +78,7 @@ def test_the_optimizer_of_an_example_is_what_was_measured(page, place, knobs):
     return jax.lax.scan(step, optimizer.init(params), gradients)[1]
 
   got, wanted = (np.asarray(steps(optimizer)) for optimizer in optimizers)
-  start = 0 if "fall" in knobs else 2 * sweep_methods.WARMUP  # a constant rate has no warm-up in the examples
+  start = 0 if "fall" in knobs else 2 * sweep_knobs.WARMUP  # a constant rate has no warm-up in the examples
   assert np.abs(wanted).max() > 1e-4
   np.testing.assert_allclose(got[start:], wanted[start:], rtol=1e-4, atol=1e-9)
 
