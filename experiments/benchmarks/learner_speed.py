@@ -4,7 +4,7 @@
     python -m experiments.benchmarks.learner_speed --shape smollm2-135m    # the same
     python -m experiments.benchmarks.learner_speed --smoke                 # any machine, seconds; checks that it runs
     python -m experiments.benchmarks.learner_speed --dtype bfloat16 float16 --profile DIR
-    python -m experiments.benchmarks.learner_speed --exact-norms none packed single    # what exact OPOB costs
+    python -m experiments.benchmarks.learner_speed --exact-norms none packed single --rows 16    # what exact OPOB costs
 
 A random model of Qwen3-0.6B's shape, or of that which `--shape` names, takes steps with AdamW, clipping and the
 effective-sample-size scaling on groups of eight sequences of one length, with float32 master weights, in bfloat16
@@ -23,7 +23,7 @@ Prints a row per case and writes learner_speed.json. Columns: the shape; sequenc
 tokens, rows and tokens of a micro-batch, how many of these a step has; what the backward pass recomputes (`--remat`
 chooses); the dtypes of activations and of the residual stream; seconds to compile; ms of a step, the median, the
 shortest and the longest; MFU; GiB that the step needs beside the state; with `--exact-norms`, how the norms are
-computed, whose operations do not count.
+computed, whose operations do not count. The file is written after every row.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=models.DTYPES)
   parser.add_argument("--residual-dtype", choices=models.DTYPES, help="by default as models.Policy has it")
   parser.add_argument("--exact-norms", nargs="+", default=[NO_NORMS], choices=(NO_NORMS, "packed", "single"))
+  parser.add_argument("--rows", nargs="+", type=int, help="only cases with micro-batches of so many rows")
   parser.add_argument("--profile", help="a folder for traces of one step each")
   parser.add_argument("--repeats", type=int, default=10)
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
@@ -172,6 +173,10 @@ def main(arguments: list[str] | None = None) -> None:
   shape, config, cases = args.shape, models.named(args.shape), CASES[args.shape]
   if args.smoke:
     shape, config, cases = "tiny", decode_speed.SMOKE, SMOKE_CASES
+  if args.rows:
+    if missing := set(args.rows) - {case.rows for case in cases}:
+      parser.error(f"no case has {sorted(missing)} rows; there are {sorted({case.rows for case in cases})}")
+    cases = tuple(case for case in cases if case.rows in args.rows)
   device = jax.devices()[0].device_kind
   print(f"{device}, jax {jax.__version__}")
   rows: list[dict[str, Any]] = []
@@ -185,11 +190,11 @@ def main(arguments: list[str] | None = None) -> None:
       if args.exact_norms != [NO_NORMS]:
         rows[-1]["exact_norms"] = exact_norms
       print(" ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+      args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1) + "\n")
       if args.profile:
         with jax.profiler.trace(args.profile):
           step()
       del step
-  args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
