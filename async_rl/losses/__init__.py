@@ -65,8 +65,6 @@ from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import mean_log_ratios
 from async_rl.losses._ratios import sequence_log_weights
-from async_rl.losses._rejection import dppo
-from async_rl.losses._rejection import estr
 from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
 from async_rl.losses._rejection import m2po
@@ -74,7 +72,6 @@ from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import restrict
 from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
-from async_rl.losses._rejection import trm
 from async_rl.losses._rewards import final_rewards
 from async_rl.losses._rewards import kl_penalized_rewards
 from async_rl.losses._rewards import missing_end_rewards
@@ -83,3 +80,6 @@ from async_rl.losses._rewards import token_rewards
 from async_rl.losses._soft import log_squared
 from async_rl.losses._soft import sapo
 from async_rl.losses._soft import vespo
+from async_rl.losses._trust_regions import dppo
+from async_rl.losses._trust_regions import estr
+from async_rl.losses._trust_regions import trm

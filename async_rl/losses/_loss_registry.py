@@ -39,18 +39,18 @@ from async_rl.losses._policy_gradient import reinforce
 from async_rl.losses._policy_gradient import sequence_tis
 from async_rl.losses._policy_gradient import token_tis
 from async_rl.losses._policy_gradient import topr
-from async_rl.losses._rejection import dppo
-from async_rl.losses._rejection import estr
 from async_rl.losses._rejection import geometric_mask
 from async_rl.losses._rejection import icepop
 from async_rl.losses._rejection import m2po
 from async_rl.losses._rejection import opsm
 from async_rl.losses._rejection import second_moment_threshold
 from async_rl.losses._rejection import sequence_mask
-from async_rl.losses._rejection import trm
 from async_rl.losses._soft import log_squared
 from async_rl.losses._soft import sapo
 from async_rl.losses._soft import vespo
+from async_rl.losses._trust_regions import dppo
+from async_rl.losses._trust_regions import estr
+from async_rl.losses._trust_regions import trm
 
 #: Policy losses with their default options. What an entry needs beyond the shared signature: `needs`.
 CORRECTIONS: Mapping[str, PolicyLossFn] = types.MappingProxyType(

@@ -19,7 +19,7 @@ from async_rl.losses._ratios import LOG_CLAMP
 from async_rl.losses._ratios import clamped_exp
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import sequence_log_weights
-from async_rl.losses._rejection import dppo
+from async_rl.losses._trust_regions import dppo
 
 #: VESPO's lower clamp of the sequence log-weight; the upper one is `LOG_CLAMP`.
 _VESPO_LOW = math.log(1e-8)
