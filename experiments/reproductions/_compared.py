@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: A method, its lag, and its learning rate.
+Config = tuple[str, int, float]
+
 #: What might be advised in place of TOPR at a lag, at the rates of the studies.
 RIVALS = (
   ("VESPO", 4, 2e-4),
@@ -52,9 +55,15 @@ RIVALS_THAT_FALL = (
   ("TOPR, momentum .5, falling rate", 32, 8e-4),
 )
 RIVALS_ELSEWHERE = tuple(("TOPR, momentum .5, falling rate", lag, 8e-4) for lag in (4, 10, 32, 128))
+RIVALS_OTHERS = (
+  ("PPO", 128, 1e-4),
+  ("PPO, MaxRL", 128, 1e-4),
+  ("SAT", 128, 1e-4),
+  ("centered token TIS", 128, 5e-5),
+)
 #: All of them, those that stand in two tables once.
 ALL_RIVALS = tuple(
-  dict.fromkeys((*RIVALS, *RIVALS_AT_EVERY_LAG, *RIVALS_AT_LAG_4, *RIVALS_THAT_FALL, *RIVALS_ELSEWHERE))
+  dict.fromkeys((*RIVALS, *RIVALS_AT_EVERY_LAG, *RIVALS_AT_LAG_4, *RIVALS_THAT_FALL, *RIVALS_ELSEWHERE, *RIVALS_OTHERS))
 )
 
 #: The methods published later or of the same kind, of which a table says at which lags they were run.
@@ -89,20 +98,27 @@ FALLING_ELSEWHERE = tuple(
 FALLING_SORTING = ((10, ("TOPR, momentum .5, falling rate", 4e-4), ("TOPR", 1e-4)),)
 FALLING_WIDE = ((10, ("TOPR, falling rate", 8e-4), ("TOPR", 2e-4)),)
 
-#: What else is told apart on the same seeds: lag, a method with its rate, and another one.
+#: What else is told apart on the same seeds: a configuration, and another one.
 PAIRS_AT_LAG_4 = (
-  (4, ("TOPR, momentum .5", 2e-4), ("TRM, bounds x 100", 2e-4)),
-  (4, ("TOPR, momentum .5", 2e-4), ("TOPR + GAC .05/.8", 2e-4)),
+  (("TOPR, momentum .5", 4, 2e-4), ("TRM, bounds x 100", 4, 2e-4)),
+  (("TOPR, momentum .5", 4, 2e-4), ("TOPR + GAC .05/.8", 4, 2e-4)),
 )
+_AHEAD = ("sequence PPO + OPOB, exact + ahead, momentum .97", 10, 2e-4)
 PAIRS_THAT_FALL = (
-  (10, ("TOPR, momentum .5, falling rate", 8e-4), ("sequence PPO + OPOB, exact + ahead, momentum .97", 2e-4)),
-  (
-    10,
-    ("sequence PPO + OPOB, exact, momentum .97, falling rate", 4e-4),
-    ("sequence PPO + OPOB, exact + ahead, momentum .97", 2e-4),
-  ),
+  (("TOPR, momentum .5, falling rate", 10, 8e-4), _AHEAD),
+  (("sequence PPO + OPOB, exact, momentum .97, falling rate", 10, 4e-4), _AHEAD),
 )
-PAIRS = (*PAIRS_AT_LAG_4, *PAIRS_THAT_FALL)
+PAIRS_ALIKE = tuple(
+  (("TOPR, momentum .5, falling rate", lag, 8e-4), ("sync, falling rate", 0, 6e-4)) for lag in (4, 10, 32, 128)
+)
+PAIRS_OTHERS = tuple(
+  ((f"{method}, falling rate", lag, rate), ("TOPR, momentum .5, falling rate", lag, 8e-4))
+  for method, lag, rate in (
+    ("VESPO", 4, 8e-4), ("TRM, bounds x 100", 4, 8e-4), ("DPPO", 4, 4e-4), ("VESPO", 10, 8e-4), ("DPPO", 10, 4e-4),
+    ("VESPO", 32, 4e-4), ("DPPO", 32, 2e-4),
+  )
+)  # fmt: skip
+PAIRS = (*PAIRS_AT_LAG_4, *PAIRS_THAT_FALL, *PAIRS_ALIKE, *PAIRS_OTHERS)
 
 #: Pairs of configurations whose accuracies are compared along the training.
 ALONG = (

@@ -33,6 +33,8 @@ NEAREST = paired.Split(reports.RESULTS / "falling_rate", "ch4", (), range(4200, 
 ELSEWHERE = paired.Split(reports.RESULTS / "falling_elsewhere", "ch4", range(5100, 5103), range(5000, 5020))
 ELSEWHERE_SORTING = paired.Split(ELSEWHERE.folder, "sort16", range(5300, 5303), range(5200, 5220))
 ELSEWHERE_WIDE = paired.Split(ELSEWHERE.folder, "ch4wide", range(5500, 5503), range(5400, 5420))
+#: The study of what short lags were stopped before, and of rates that fall under other corrections.
+OTHERS = paired.Split(reports.RESULTS / "others_falling", "ch4", range(6100, 6103), range(6000, 6020))
 SORTING = paired.Split(reports.RESULTS / "small_sorting", "sort10", range(5100, 5102), range(5000, 5006))
 #: The maps of GAC on the toy and on ch4, at lag 10 and, from other warm starts, at lag 32.
 GAC_WORDS = paired.Split(reports.RESULTS / "gac_words", "words", range(100), range(100, 1000))
@@ -46,9 +48,9 @@ def earlier() -> Table:
   return Table.load(reports.RESULTS / "lag_sweep_ch4.npz")
 
 
-def tries(newest: paired.Split = ELSEWHERE) -> list[Table]:
+def tries(newest: paired.Split = OTHERS) -> list[Table]:
   """Returns the runs that the studies of ch4 up to *newest* tried rates on, the last ones first."""
-  splits = (ELSEWHERE, FALLING, SHORT_LAG, EVERY_LAG, REMAINING, MISSING, LATER)
+  splits = (OTHERS, ELSEWHERE, FALLING, SHORT_LAG, EVERY_LAG, REMAINING, MISSING, LATER)
   return [*(split.tries for split in splits[splits.index(newest) :]), earlier()]
 
 
@@ -99,7 +101,13 @@ def falling() -> paired.Study:
 @functools.cache
 def elsewhere() -> paired.Study:
   """Returns the study of rates that fall at other lags; TOPR's rate had been chosen in that of remaining methods."""
-  return paired.Study(ELSEWHERE.fresh, [REMAINING.tries.among(("TOPR",)), *tries()], (0, 4, 10, 32, 128))
+  return paired.Study(ELSEWHERE.fresh, [REMAINING.tries.among(("TOPR",)), *tries(ELSEWHERE)], (0, 4, 10, 32, 128))
+
+
+@functools.cache
+def others() -> paired.Study:
+  """Returns the study of what short lags were stopped before, and of rates that fall under other corrections."""
+  return paired.Study(OTHERS.fresh, [REMAINING.tries.among(("TOPR",)), *tries()], (0, 4, 10, 32, 128))
 
 
 @functools.cache
@@ -128,7 +136,8 @@ def sorting() -> paired.Study:
 
 def studies() -> list[paired.Study]:
   """Returns all studies on fresh seeds of ch4."""
-  return [study(), later(), missing(), remaining(), every_lag(), short_lag(), falling(), nearest(), elsewhere()]
+  earliest = [study(), later(), missing(), remaining(), every_lag(), short_lag()]
+  return [*earliest, falling(), nearest(), elsewhere(), others()]
 
 
 @functools.cache
@@ -187,36 +196,20 @@ def real_lags() -> real.Runs:
 
 
 @functools.cache
-def real_seed_1() -> real.Runs:
-  """Returns those with 512 at four lags and another seed, from a fourth start."""
-  return real.read(reports.RESULTS / "real_model_512_seed1" / "real_model.csv")
-
-
-@functools.cache
-def real_seed_2() -> real.Runs:
-  """Returns those with 512 at three lags and a third seed, from a fifth start."""
-  return real.read(reports.RESULTS / "real_model_512_seed2" / "real_model.csv")
-
-
-@functools.cache
-def real_seed_3() -> real.Runs:
-  """Returns those with 512 at four lags and a fourth seed, from a sixth start."""
-  return real.read(reports.RESULTS / "real_model_512_seed3" / "real_model.csv")
+def real_seed(seed: int) -> real.Runs:
+  """Returns those with 512 at several lags with a further seed, 1 to 4, each from a start of its own."""
+  return real.read(reports.RESULTS / f"real_model_512_seed{seed}" / "real_model.csv")
 
 
 def real_starts() -> dict[str, real.Runs]:
   """Returns all runs with 512 by their start."""
-  return {
-    "first start": real_runs(512),
-    "second": real_lag_8(),
-    "third": real_lags(),
-    "fourth": real_seed_1(),
-    "fifth": real_seed_2(),
-    "sixth": real_seed_3(),
-  }
+  further = ("fourth", "fifth", "sixth", "seventh")
+  starts = {"first start": real_runs(512), "second": real_lag_8(), "third": real_lags()}
+  return starts | {name: real_seed(seed) for seed, name in enumerate(further, 1)}
 
 
 def real_predictions() -> dict[str, list[real.Runs]]:
-  """Returns all runs with 512: those that the sign of a collapse was found in, and those of its three tests."""
-  *earlier, fourth, fifth, sixth = real_starts().values()
-  return {"the first three starts": earlier, "the fourth": [fourth], "the fifth": [fifth], "the sixth": [sixth]}
+  """Returns all runs with 512: those that the sign of a collapse was found in, and those of its tests."""
+  first, second, third, *tests = real_starts().items()
+  found = [runs for _, runs in (first, second, third)]
+  return {"the first three starts": found, **{f"the {name}": [runs] for name, runs in tests}}

@@ -66,27 +66,27 @@ def all_comparisons() -> str:
   configs, seeds = ([len(getattr(x.fresh, name)) for x in results.studies()] for name in ("configs", "seeds"))
   return (
     f"{sum(map(operator.mul, configs, seeds)):,} runs on {sum(seeds)} fresh seeds; {comparisons()} comparisons in the"
-    " nine studies, over several, in pairs, and of what lags cost."
+    " ten studies, over several, in pairs, and of what lags cost."
   )
 
 
-def _difference(method: str, other: str, lag: int, rate: float, rate_of_other: float) -> tuple[str, str]:
+def _difference(config: compared.Config, other: compared.Config) -> tuple[str, str]:
   """Returns the number of seeds on which studies have both configurations, and how they differ over all of them."""
-  found = several.having(several.having(results.studies(), (method, lag, rate)), (other, lag, rate_of_other))
-  values = np.concatenate([x.accuracy(method, lag, rate) - x.accuracy(other, lag, rate_of_other) for x in found])
+  found = several.having(several.having(results.studies(), config), other)
+  values = np.concatenate([x.accuracy(*config) - x.accuracy(*other) for x in found])
   return str(len(values)), verdict(values, comparisons())
 
 
 def ingredients() -> str:
   """Returns a row per ingredient: what it adds over the seeds of all studies that have both."""
   rows = [
-    [method, other, str(lag), rate_text(rate), *_difference(method, other, lag, rate, rate)]
+    [method, other, str(lag), rate_text(rate), *_difference((method, lag, rate), (other, lag, rate))]
     for method, other, lag, rate in compared.INGREDIENTS
   ]
   return grid(["method", "minus", "lag", "rate", "seeds", "difference"], rows)
 
 
-def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
+def rivals(configs: tuple[compared.Config, ...]) -> str:
   """Returns a row per rival of TOPR: their difference at the same lag, on the seeds of the studies that have both.
 
   A star says that the rate is the one chosen in one of them, at the edge of those tried, and an edge in each of these.
@@ -95,16 +95,16 @@ def rivals(configs: tuple[tuple[str, int, float], ...]) -> str:
   for config in configs:
     method, lag, rate = config
     rate_cell = rate_text(rate) + "*" * several.at_edge(results.studies(), config)
-    rows.append([method, str(lag), rate_cell, *_difference(method, "TOPR", lag, rate, 2e-4)])
+    rows.append([method, str(lag), rate_cell, *_difference(config, ("TOPR", lag, 2e-4))])
   return grid(["method", "lag", "rate", "seeds", "minus TOPR"], rows)
 
 
-def pairs(found: tuple[tuple[int, tuple[str, float], tuple[str, float]], ...]) -> str:
-  """Returns a row per pair of methods, each with its rate: their difference at the same lag, on the same seeds."""
+def pairs(found: tuple[tuple[compared.Config, compared.Config], ...]) -> str:
+  """Returns a row per pair of configurations: their difference on the same seeds."""
   rows = []
-  for lag, (method, rate), (other, rate_of_other) in found:
-    names = [f"{name} at {rate_text(x)}" for name, x in ((method, rate), (other, rate_of_other))]
-    rows.append([str(lag), *names, *_difference(method, other, lag, rate, rate_of_other)])
+  for one, other in found:
+    names = [f"{method} at {rate_text(rate)}" for method, _, rate in (one, other)]
+    rows.append([str(one[1]), *names, *_difference(one, other)])
   return grid(["lag", "method", "minus", "seeds", "difference"], rows)
 
 
@@ -221,6 +221,10 @@ TABLES: dict[str, Callable[[], str]] = {
   "elsewhere, costs": lambda: costs_of_lags(results.elsewhere(), 6e-4, compared.FALLING_ELSEWHERE),
   "elsewhere, against TOPR": lambda: rivals(compared.RIVALS_ELSEWHERE),
   "elsewhere, by update": lambda: several.by_update(results.ELSEWHERE, compared.ALONG_ELSEWHERE),
+  "alike, pairs": lambda: pairs(compared.PAIRS_ALIKE),
+  **_of_study("others", results.others, LAGS, results.OTHERS),
+  "others, pairs": lambda: pairs(compared.PAIRS_OTHERS),
+  "others, against TOPR": lambda: rivals(compared.RIVALS_OTHERS),
   **_of_study("elsewhere, sorting", results.elsewhere_sorting, (10,), results.ELSEWHERE_SORTING),
   "elsewhere, sorting, costs": lambda: costs_of_lags(results.elsewhere_sorting(), 4e-4, compared.FALLING_SORTING),
   **_of_study("elsewhere, wide", results.elsewhere_wide, (10,), results.ELSEWHERE_WIDE),
@@ -268,9 +272,10 @@ TABLES: dict[str, Callable[[], str]] = {
   "real 512 lag 8, end": lambda: real.end_table(results.real_lag_8(), real_model.SCALES[512].evaluated),
   "real 512 lag 8, signs": lambda: real.sign_table(results.real_lag_8()),
   **_of_start("real 512 lags", results.real_lags),
-  **_of_start("real 512 seed 1", results.real_seed_1),
-  **_of_start("real 512 seed 2", results.real_seed_2),
-  **_of_start("real 512 seed 3", results.real_seed_3),
+  **_of_start("real 512 seed 1", lambda: results.real_seed(1)),
+  **_of_start("real 512 seed 2", lambda: results.real_seed(2)),
+  **_of_start("real 512 seed 3", lambda: results.real_seed(3)),
+  **_of_start("real 512 seed 4", lambda: results.real_seed(4)),
   "real 512, repeats": lambda: real.repeat_table(results.real_starts(), real_model.SCALES[512].evaluated),
   "real 512, warnings": lambda: real.warning_table(results.real_predictions()),
 }
@@ -308,6 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
   results.short_lag().draw(reports.RESULTS / "short_lag.png")
   results.falling().draw(reports.RESULTS / "falling_rate.png")
   results.elsewhere().draw(reports.RESULTS / "falling_elsewhere.png")
+  results.others().draw(reports.RESULTS / "others_falling.png")
   second.draw(columns(), compared.TRANSFERRED, (10, 32), reports.RESULTS / "second_task.png")
 
 
