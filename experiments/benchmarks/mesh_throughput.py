@@ -17,6 +17,8 @@ by part:
 - ratios, of runs and sampler: for every split what a step would take if the slower side never waited, its tokens at the
   sampler's rate or the learner's seconds in `sync` on as many devices; and what multiple of it the mean step took.
 - learner: by number of devices, seconds of a learner's step on as many times the sequences, all axes data or all fsdp.
+- long: three steps of a run on one device whose completions all have 16,384 tokens, eight of one prompt. The first
+  two compile.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from experiments.benchmarks.decode_speed import QWEN3_06B
 from experiments.benchmarks.stabilizer_cost import make_batch
 
 MEAN_LENGTH = 62
-PARTS = ("starts", "runs", "sampler", "learner")
+PARTS = ("starts", "runs", "sampler", "learner", "long")
 WORDS = ("sync", "async", "colocated", "split")  # of which the name of a run has some
 TINY = models.ModelConfig(
   vocab_size=800, d_model=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, tie_embeddings=True
@@ -130,16 +132,21 @@ class Options:
 SMOKE: dict[str, Any] = dict(
   groups=2, samples=2, slots=4, max_prompt_tokens=720, max_completion_tokens=64, rows=2, row_tokens=784
 )
+#: What differs in a run of long completions, one to a row.
+LONG: dict[str, Any] = dict(
+  mode="sync", groups=1, samples=8, slots=8, max_completion_tokens=16_384, rows=1, row_tokens=384 + 16_384
+)
+SMOKE_LONG: dict[str, Any] = LONG | dict(max_completion_tokens=128, row_tokens=720 + 128)
 
 
 class LongTailed:
-  """A tokenizer in whose vocabulary every 62nd token ends a completion; see `models.Tokenizer`."""
+  """A tokenizer in whose vocabulary every 62nd token ends a completion, or none; see `models.Tokenizer`."""
 
-  def __init__(self, corpus: Iterable[str], vocab_size: int):
+  def __init__(self, corpus: Iterable[str], vocab_size: int, stops: bool = True):
     self._base = models.SentencePieceTokenizer(models.train_sentencepiece(corpus, "bpe", min(vocab_size // 2, 2000)))
     self.vocab_size = vocab_size
     self.pad_id, self.bos_id = self._base.pad_id, self._base.bos_id
-    self.stop_ids = tuple(range(self._base.vocab_size, vocab_size, MEAN_LENGTH))
+    self.stop_ids = tuple(range(self._base.vocab_size, vocab_size, MEAN_LENGTH)) if stops else ()
 
   def decode(self, ids: Iterable[int]) -> str:
     return self._base.decode([i for i in ids if i < self._base.vocab_size])
@@ -148,8 +155,8 @@ class LongTailed:
     return getattr(self._base, name)
 
 
-def build(folder: str, smoke: bool, **options: Any) -> runtime.Experiment:
-  """Builds the experiment of a run."""
+def build(folder: str, smoke: bool, stops: bool = True, **options: Any) -> runtime.Experiment:
+  """Builds the experiment of a run, of which tokens end completions if *stops*."""
   config = TINY if smoke else QWEN3_06B
   task = tasks.GSM8K(folder=folder, chat=False)
   questions = (pathlib.Path(folder) / "train.jsonl").read_text().splitlines()[:1000]
@@ -157,7 +164,7 @@ def build(folder: str, smoke: bool, **options: Any) -> runtime.Experiment:
     name="mesh_throughput",
     options=runtime.override(Options(), **(SMOKE if smoke else {}) | options),
     task=task,
-    tokenizer=LongTailed(questions, config.vocab_size),
+    tokenizer=LongTailed(questions, config.vocab_size, stops),
     policy=make_policy(config, smoke),
     objective=learning.objective("topr", advantages="dr_grpo", aggregate="sequence_mean"),
     optimizer=make_optimizer(),
@@ -305,6 +312,22 @@ def measure_learner(count: int, axis: str, smoke: bool) -> dict[str, Any]:
   return {"devices": count, "axis": axis, "sequences": shape.sequences, "seconds": statistics.median(seconds[2:])}
 
 
+def measure_long(args: argparse.Namespace, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """Yields a row for each step of a run of long completions: its tokens, seconds, and those of its two halves."""
+  options = (SMOKE_LONG if args.smoke else LONG) | {"run_dir": str(folder / "run"), "steps": 3, "stops": False}
+  run_on_devices(_command(args, options), [0], folder / "cache", forced=args.smoke)
+  for row in read_metrics(folder / "run" / "metrics.jsonl"):
+    if "reward/mean" in row:
+      yield {
+        "step": row["step"],
+        "seconds": row["time/step"],
+        "generation": row["time/generation"],
+        "learning": row["time/learning"],
+        "tokens": row["tokens/trained"],
+        "length": row["response/length_mean"],
+      }
+
+
 def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--gsm8k-folder", required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
@@ -345,6 +368,8 @@ def main(arguments: list[str] | None = None) -> None:
       report("starts", measure_starts(args, pathlib.Path(name) / "starts"))
     if "runs" in args.parts:
       report("runs", measure_runs(count, args, pathlib.Path(name) / "runs"))
+    if "long" in args.parts:
+      report("long", measure_long(args, pathlib.Path(name) / "long"))
   sizes = sizes_of(min(count, len(jax.devices())))
   if "sampler" in args.parts:
     report("sampler", (measure_sampler(size, shared, args) for size in sizes for shared in args.shared))

@@ -1,6 +1,7 @@
 """The benchmark of whole runs: what it reads off the metrics, and how it lends devices."""
 
 import json
+import pathlib
 import sys
 import threading
 import time
@@ -10,6 +11,8 @@ import pytest
 
 from experiments.benchmarks import mesh_throughput
 from experiments.benchmarks._run_on_devices import run_on_devices
+
+GSM8K = pathlib.Path(__file__).parents[1] / "data" / "gsm8k"
 
 
 def row(seconds, **changes):
@@ -91,6 +94,20 @@ def test_all_runs_are_made_but_where_kinds_are_asked_for(only, expected, tmp_pat
   given = ["--smoke", "--parts", "runs", "--lags", "2", "3", "--gsm8k-folder", tmp_path, "--out", tmp_path / "out"]
   mesh_throughput.main([*map(str, given), *only])
   assert sorted(row["run"] for row in json.loads((tmp_path / "out").read_text())["runs"]) == sorted(expected)
+
+
+def test_no_token_ends_a_long_completion_and_each_step_has_a_row(tmp_path, monkeypatch):
+  experiment = mesh_throughput.build(str(GSM8K), smoke=True, stops=False, **mesh_throughput.SMOKE_LONG)
+  assert experiment.tokenizer.stop_ids == ()
+  assert experiment.options.devices.row_tokens == 720 + experiment.options.rollout.max_completion_tokens
+  steps = [row(i + 1.0, step=i, **{"response/length_mean": 128.0}) for i in range(3)]
+  monkeypatch.setattr(mesh_throughput, "run_on_devices", lambda command, *_, **__: commands.append(command))
+  monkeypatch.setattr(mesh_throughput, "read_metrics", lambda path: [*steps, {"step": 3, "eval/accuracy": 0.0}])
+  commands = []
+  options = types.SimpleNamespace(smoke=True, gsm8k_folder="DIR")
+  found = list(mesh_throughput.measure_long(options, tmp_path))
+  assert [(x["step"], x["seconds"], x["length"]) for x in found] == [(0, 1.0, 128.0), (1, 2.0, 128.0), (2, 3.0, 128.0)]
+  assert "'stops': False" in commands[0][-1]
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "1,0"), ("3,5,7", "5,3"), ("GPU-8a,GPU-1f", "GPU-1f,GPU-8a")])
