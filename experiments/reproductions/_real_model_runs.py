@@ -39,6 +39,7 @@ class Method(NamedTuple):
     ess_power: the power of `stabilizers.scale_by_ess`.
     rate_factor: the learning rate in multiples of the study's.
     falls: whether the learning rate falls to 0 over the run.
+    dtype: what is computed in; `None` for what the sizes say.
   """
 
   loss: str
@@ -48,6 +49,7 @@ class Method(NamedTuple):
   ess_power: float = 0.0
   rate_factor: float = 1.0
   falls: bool = False
+  dtype: str | None = None
 
   def objective(self) -> learning.Objective:
     """Returns the objective."""
@@ -78,6 +80,9 @@ METHODS: Mapping[str, Method] = types.MappingProxyType(
     "TOPR, momentum .5, falling from twice the rate": Method("topr", b1=0.5, rate_factor=2.0, falls=True),
     "sequence TIS, steps by ESS": Method("sequence_tis", ess_power=0.5),
     "no correction, falling rate": Method("reinforce", rate_factor=2.0, falls=True),
+    "no correction, float16": Method("reinforce", dtype="float16"),
+    "sequence TIS, float16": Method("sequence_tis", dtype="float16"),
+    "TOPR, float16": Method("topr", dtype="float16"),
     "sequence PPO, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, b1=0.97),
     "sequence PPO + OPOB, exact, momentum .97": Method("proximal_rloo", _SEQUENCE_PPO, "opob", b1=0.97),
     "VCPO, exact": Method("sequence_tis", advantages="opob", ess_power=0.5),
@@ -86,6 +91,8 @@ METHODS: Mapping[str, Method] = types.MappingProxyType(
 SYNC = "no correction"
 #: The same with a learning rate that falls, which is run without a lag alone.
 SYNC_FALLING = "no correction, falling rate"
+#: What is run without a lag: sync always, the others where they are asked for.
+WITHOUT_LAG = (SYNC, SYNC_FALLING, "no correction, float16")
 
 
 class Run(NamedTuple):
@@ -217,6 +224,7 @@ class Study:
       gsm8k_folder=self.gsm8k_folder, weights=self.weights, run_dir=str(self.run_dir(run)), seed=run.seed,
       mode="simulated", max_lag=run.lag, objective=method.loss, advantages=method.advantages,
       learning_rate=run.rate, ess_power=method.ess_power, checkpoint_every=0,
+      **({"dtype": method.dtype} if method.dtype else {}),
     )  # fmt: skip
     options = runtime.override(gsm8k.Options(), **{**self.sizes, **own})
     pretrained = options.pretrained
@@ -268,7 +276,7 @@ def plan(lags: Sequence[int], methods: Sequence[str], seeds: Sequence[int], rate
   highest = [largest] if largest else []
   for seed in seeds:
     if 0 in lags:
-      yield from (Run(name, 0, seed, rate) for name in (SYNC, SYNC_FALLING) if name == SYNC or name in methods)
+      yield from (Run(name, 0, seed, rate) for name in WITHOUT_LAG if name == SYNC or name in methods)
     yield from (Run(name, lag, seed, rate) for lag in highest for name in others[:2])
   for names, parts in ((others[2:], highest), (others, lower[::-1]), (exact, [*lower[::-1], *highest])):
     for seed in seeds:

@@ -101,6 +101,9 @@ def test_a_run_has_the_lag_and_the_method_that_it_is_called_after(tmp_path):
   assert options.output.run_dir == str(found.run_dir(run))
   assert made.objective.loss.keywords == {"low": 0.5, "high": 1.0}
   assert isinstance(made.task, study.ShortGSM8K)
+  assert [found.experiment(run._replace(method=x)).policy.dtype for x in ("TOPR", "TOPR, float16")] == [
+    "float32", "float16"
+  ]  # fmt: skip
 
 
 def test_short_problems_are_those_with_few_calculations():
@@ -147,6 +150,8 @@ def test_the_plan_has_the_largest_lag_first_and_exact_norms_last():
   assert list(study.plan((0,), ["TOPR"], seeds=(3,), rate=1e-4)) == [study.Run("no correction", 0, 3, 1e-4)]
   falling = study.plan((0, 8), ["TOPR", "no correction, falling rate"], seeds=(0,), rate=1e-4)
   assert [run[:2] for run in falling] == [("no correction", 0), ("no correction, falling rate", 0), ("TOPR", 8)]
+  without_lag = study.plan((0,), ["TOPR", "no correction, float16"], seeds=(0,), rate=1e-4)
+  assert [run[:2] for run in without_lag] == [("no correction", 0), ("no correction, float16", 0)]
 
 
 @pytest.mark.parametrize(
