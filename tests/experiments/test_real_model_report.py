@@ -210,23 +210,3 @@ def test_what_the_page_says_of_steps_by_ess_and_no_table_has_is_in_the_runs():
   assert [steps["VCPO, exact", lag] for lag in (2, 8, 32)] == ["0.074", "0.049", "0.029"]
   assert [steps[run] for run in (("no correction", 0), ("TOPR", 8), ("TOPR", 32))] == ["0.079", "0.076", "0.078"]
   assert min((row["ess"], i) for i, row in runs[STEPS_BY_ESS, 2].items() if i) == (pytest.approx(0.247, abs=5e-4), 86)
-
-
-def test_what_the_page_says_of_the_time_of_exact_norms_is_in_the_runs():
-  def medians(seed, method, lag, first=9, last=90):
-    steps = results.real_seed(seed)[study.Run(method, lag, seed, 3e-5)]
-    seconds, waiting = (np.array([steps[i][name] for i in range(first, last + 1)]) for name in ("seconds", "waiting"))
-    return np.array([np.median(seconds) - np.median(waiting), np.median(seconds - waiting)])
-
-  exact, plain = (medians(3, method, 2) for method in ("VCPO, exact", "sequence TIS"))
-  beside_two = medians(1, "sequence TIS", 2)
-  assert [f"{x:.2f}" for x in (*exact, *plain, *beside_two)] == ["2.66", "2.66", "0.49", "0.47", "0.71", "0.69"]
-  assert [f"{x:.1f}" for x in (*exact / (1.5 * plain), *exact / beside_two)] == ["3.6", "3.8", "3.7", "3.9"]
-  exact = np.array([[medians(4, "VCPO, exact", lag)] for lag in (2, 8)])
-  beside = (("no correction", 0), ("TOPR", 8), ("TOPR", 32), (STEPS_BY_ESS, 8), (STEPS_BY_ESS, 32))
-  others = np.array([medians(4, *run) for run in beside])
-  spans = [f"{f(x):.1f}" for x in (exact, others[:, 0], exact / others) for f in (np.min, np.max)]
-  assert spans == ["5.1", "5.1", "1.4", "1.9", "2.7", "3.8"]
-  exact = medians(4, "VCPO, exact", 32, 9, 36)
-  times = exact / np.array([medians(4, method, 2) for method in ("A-3PO", STEPS_BY_ESS)])
-  assert [f"{x:.1f}" for x in (*exact, times.min(), times.max())] == ["2.9", "2.9", "3.8", "3.9"]
