@@ -156,6 +156,20 @@ ANSWERS = (
   (128, "TOPR, b1 = .5, four times the rate, which falls to 0", ("TOPR, momentum .5, falling rate", 128, 8e-4)),
 )
 
+#: What the figure of the answers shows by lag: a label, and the configurations.
+SHOWN_BY_LAG: dict[str, tuple[Config, ...]] = {
+  "sync, rate falls": (("sync, falling rate", 0, 6e-4),),
+  "TOPR, b1 = .5, rate falls": tuple(("TOPR, momentum .5, falling rate", lag, 8e-4) for lag in (4, 10, 32, 128)),
+  "TOPR, b1 = .5": tuple(("TOPR, momentum .5", lag, 2e-4) for lag in (4, 10, 32, 128)),
+  "TOPR": tuple(("TOPR", lag, 2e-4) for lag in (4, 10, 32, 128)),
+  "VESPO": tuple(("VESPO", lag, 2e-4) for lag in (4, 10, 32, 128)),
+  "DPPO": tuple(("DPPO", lag, 1e-4) for lag in (4, 10, 32, 128)),
+  "VCPO, exact": tuple(("VCPO, exact", lag, 1e-4) for lag in (10, 32)),
+  "A-3PO": (("A-3PO", 10, 5e-5),),
+  "PPO's clip": (("PPO", 4, 1e-4), ("PPO", 10, 1e-4), ("PPO", 32, 5e-5), ("PPO", 128, 1e-4)),
+  "no correction": (("no correction", 10, 1e-5),),
+}
+
 #: The methods of the second task and size, and the rates of those that the studies of ch4 have at a lag.
 TRANSFERRED = (
   "TOPR, momentum .5, falling rate", "TOPR, falling rate", "TOPR", "sequence PPO + OPOB, exact, momentum .97",

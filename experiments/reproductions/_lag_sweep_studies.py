@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from experiments.reproductions import _lag_sweep_paired as paired
 from experiments.reproductions import _lag_sweep_tasks as problems
 from experiments.reproductions._intervals import grid
+from experiments.reproductions._intervals import interval
 from experiments.reproductions._intervals import measure
 from experiments.reproductions._intervals import number
 from experiments.reproductions._intervals import verdict
@@ -26,6 +29,11 @@ MUCH = 0.1
 def having(studies: Sequence[paired.Study], config: tuple[str, int, float]) -> list[paired.Study]:
   """Returns the studies that have a configuration (method, lag, rate)."""
   return [study for study in studies if config in study.fresh.configs]
+
+
+def minus_sync(studies: Sequence[paired.Study], config: tuple[str, int, float]) -> np.ndarray:
+  """Returns the accuracies of a configuration minus those of sync, by seed, of all studies that have it."""
+  return np.concatenate([study.minus_sync(*config) for study in having(studies, config)])
 
 
 def at_edge(studies: Sequence[paired.Study], config: tuple[str, int, float]) -> bool:
@@ -75,7 +83,7 @@ def by_lag(studies: Sequence[paired.Study], method: str, lags: Sequence[int], ra
   lines: list[list[str]] = []
   for lag, shorter in zip(lags, (None, *lags)):
     found = having(studies, (method, lag, rate))
-    values = np.concatenate([study.minus_sync(method, lag, rate) for study in found])
+    values = minus_sync(found, (method, lag, rate))
     many, more, seeds = f"{int(lost_much(values).sum())} of {len(values)}", "", ""
     if shorter is not None:
       both = having(found, (method, shorter, rate))
@@ -132,6 +140,39 @@ def lost_much(differences: np.ndarray) -> np.ndarray:
 
 def _final(curves: np.ndarray) -> np.ndarray:
   return np.array([final_accuracy(run) for run in curves])
+
+
+def draw_by_lag(
+  studies: Sequence[paired.Study],
+  shown: Mapping[str, Sequence[tuple[str, int, float]]],
+  file: pathlib.Path,
+) -> None:
+  """Draws the differences to sync by lag, over all studies that have a configuration, with 95 % intervals.
+
+  Args:
+    studies: the studies.
+    shown: the configurations (method, lag, rate) of every line by its label.
+    file: the file.
+  """
+  import matplotlib.pyplot as plt
+
+  figure, axis = plt.subplots(figsize=(8, 4.4), layout="constrained")
+  axis.axhline(0, color="black", linewidth=0.8)
+  nothing = 1.6  # where lag 0 stands on the logarithmic axis
+  for i, (label, configs) in enumerate(shown.items()):
+    differences = [interval(minus_sync(studies, config)) for config in configs]
+    aside = 1.02 ** (i - len(shown) / 2)  # so that intervals of one lag lie beside each other
+    places = [aside * (lag or nothing) for _, lag, _ in configs]
+    means, halves = [x.mean for x in differences], [x.half for x in differences]
+    axis.errorbar(places, means, yerr=halves, fmt="o-", color=f"C{i}", capsize=2.5, markersize=4, label=label)
+  lags = sorted({lag for configs in shown.values() for _, lag, _ in configs})
+  axis.set(xscale="log", xlabel="lag, updates", ylabel="accuracy minus sync")
+  axis.set_xticks([lag or nothing for lag in lags], [str(lag) for lag in lags])
+  axis.set_xticks([], minor=True)
+  axis.grid(axis="y", linewidth=0.3)
+  figure.legend(loc="outside right upper", fontsize=8)
+  figure.savefig(file, dpi=110)
+  plt.close(figure)
 
 
 def coverage(studies: Sequence[paired.Study], tries: Sequence[Table], names: Iterable[str], lags: Sequence[int]) -> str:

@@ -133,7 +133,7 @@ def answers() -> str:
   for lag, advice, config in compared.ANSWERS:
     found = several.having(results.studies(), config)
     accuracies = np.concatenate([x.accuracy(*config) for x in found])
-    difference = verdict(np.concatenate([x.minus_sync(*config) for x in found]), comparisons())
+    difference = verdict(several.minus_sync(found, config), comparisons())
     seeds = str(len(accuracies))
     rows.append([str(lag), advice, seeds, measure(accuracies, 3), difference if config[0] != "sync" else ""])
   return grid(["lag", "use", "seeds", "accuracy", "minus sync"], rows)
@@ -305,7 +305,7 @@ def main(arguments: list[str] | None = None) -> None:
     return
   for page in sorted(PAGES.glob("*.md")):
     page.write_text(fill(page.read_text()))
-  results.study().draw(reports.RESULTS / "fresh_seeds.png")
+  several.draw_by_lag(results.studies(), compared.SHOWN_BY_LAG, reports.RESULTS / "by_lag.png")
   results.later().draw(reports.RESULTS / "later_methods.png")
   results.missing().draw(reports.RESULTS / "missing_methods.png")
   results.remaining().draw(reports.RESULTS / "remaining_methods.png")

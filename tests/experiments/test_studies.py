@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib import axes
 
 from experiments.reproductions import _intervals as intervals
 from experiments.reproductions import _lag_sweep_gac as gac
@@ -212,6 +213,22 @@ def test_a_rate_at_the_edge_is_starred():
 
 def test_a_study_is_drawn(study, tmp_path):
   study.draw(tmp_path / "figure.png")
+  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_differences_by_lag_are_drawn_over_the_seeds_of_all_studies(study, tmp_path, monkeypatch):
+  other = paired.Study(_table({("sync", 0, 2e-4): [0.5], ("PPO", 10, 2e-4): [0.9]}), [study.fresh], (0, 10))
+  np.testing.assert_allclose(several.minus_sync([study, other], ("PPO", 10, 2e-4)), [-0.1, -0.1, -0.1, 0.4], atol=1e-6)
+  drawn, draw = [], axes.Axes.errorbar
+
+  def errorbar(self, x, y, yerr, **style):
+    drawn.append((y, yerr))
+    return draw(self, x, y, yerr, **style)
+
+  monkeypatch.setattr(axes.Axes, "errorbar", errorbar)
+  several.draw_by_lag([study, other], {"PPO's clip": [("PPO", 10, 2e-4)]}, tmp_path / "figure.png")
+  (([mean], [half]),) = drawn
+  assert (mean, half) == pytest.approx(intervals.interval(np.array([-0.1, -0.1, -0.1, 0.4]))[:2], abs=1e-6)
   assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
