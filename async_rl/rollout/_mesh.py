@@ -123,9 +123,11 @@ def split_devices(
   else:
     count = int(generation * size if generation < 1 else generation)
     if not 0 <= count < size or (count == 0) != (generation == 0) or (generation >= 1 and count != generation):
+      found = "1 device" if size == 1 else f"{size} devices"
+      whole = {1: "", 2: "1, or "}.get(size, f"a number from 1 to {size - 1}, or ")
       raise ValueError(
-        f"generation_devices={generation} of {size} devices per process leaves no whole device for one of the roles: "
-        f"give a number from 1 to {size - 1}, a fraction, or 0 to share the devices"
+        f"generation_devices={generation} of {found} per process leaves no whole device for one of the roles: give "
+        f"{whole}0, by which all devices do both."
       )
   local = hosts[process_index]
   if generation is None and count and not _takes_columns(list(hosts.values()), size - count):

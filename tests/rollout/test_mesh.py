@@ -75,6 +75,19 @@ def test_impossible_split_is_refused(generation):
 
 
 @pytest.mark.parametrize(
+  ("count", "message"),
+  [
+    (1, "9 of 1 device per process .* roles: give 0, by which all devices do both"),
+    (2, "9 of 2 devices per process .* roles: give 1, or 0, by which"),
+    (4, "9 of 4 devices per process .* roles: give a number from 1 to 3, or 0, by which"),
+  ],
+)
+def test_an_impossible_split_is_refused_with_what_is_possible(count, message):
+  with pytest.raises(ValueError, match=message):
+    make_meshes(9, devices=jax.devices()[:count])
+
+
+@pytest.mark.parametrize(
   ("sizes", "message"),
   [
     (dict(generation=3, tensor=2), "the 3 generation .* generation_tensor=2; the nearest that does is .*=3"),
