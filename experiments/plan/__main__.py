@@ -13,6 +13,7 @@ from typing import Any
 
 import tyro
 
+from async_rl._validation import check_number
 from async_rl.runtime import flatten
 from experiments import configs
 from experiments.plan._chips import CHIPS
@@ -52,6 +53,7 @@ class PlanOptions:
 
   def __post_init__(self):
     parse_topology(self.topology, self.slices, self.hosts)
+    check_number("limit", self.limit, above=0, remedy="leave it out for 900 seconds")
     if self.depths is not None and not 2 <= self.depths[0] < self.depths[1]:  # a loop of one turn is none
       raise ValueError(f"*depths* must be two ascending numbers of layers from 2 on, got depths={self.depths}.")
 
@@ -90,11 +92,18 @@ def request_of(name: str, wanted: PlanOptions, options: Any) -> Request:
   """Returns the request of a command line.
 
   Raises:
-    ValueError: if options contradict each other, or there is no such model.
+    ValueError: if options contradict each other, a mean length is none of the run, or there is no such model.
   """
   if wanted.model is not None:
     with_model(options, wanted.model)
   limits = options.rollout
+  lengths = {}
+  for option in ("prompt_tokens", "completion_tokens"):
+    mean, longest = getattr(wanted, option), getattr(limits, f"max_{option}")
+    if mean is not None:
+      remedy = f"leave it out for half of the longest, or raise max_{option}"
+      check_number(option, mean, at_least=1, at_most=longest, remedy=remedy)
+    lengths[option] = longest / 2 if mean is None else mean
   return Request(
     config=name,
     options=flatten(options),
@@ -102,8 +111,7 @@ def request_of(name: str, wanted: PlanOptions, options: Any) -> Request:
     slices=wanted.slices,
     hosts=wanted.hosts,
     model=wanted.model,
-    prompt_tokens=wanted.prompt_tokens or limits.max_prompt_tokens / 2,
-    completion_tokens=wanted.completion_tokens or limits.max_completion_tokens / 2,
+    **lengths,
     compiled=wanted.compile,
   )
 

@@ -135,7 +135,7 @@ def parse_topology(text: str, slices: int = 1, hosts: int | None = None) -> Topo
   """Returns the topology of a text such as "v5e:4x4", "v5p:2x2x2" or "h100:2".
 
   Raises:
-    ValueError: if the text is of another form or names no known accelerator.
+    ValueError: if the text is of another form, names no known accelerator or has a size of 0.
   """
   match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", text)
   if match is None:
@@ -143,6 +143,11 @@ def parse_topology(text: str, slices: int = 1, hosts: int | None = None) -> Topo
   kind, shape = match[1], tuple(map(int, match[2].split("x")))
   if kind not in CHIPS:
     raise ValueError(f"unknown accelerator {kind!r}: {suggestion(kind, CHIPS)}")
+  if min(shape) < 1:
+    raise ValueError(
+      f"*topology* must have sizes of at least 1, got topology={text!r}; one chip is {kind}:"
+      f"{'x'.join('1' * len(shape))}."
+    )
   if slices < 1 or (slices > 1 and not CHIPS[kind].is_tpu):
     raise ValueError(f"*slices* must be at least 1, and 1 for GPUs, got slices={slices}.")
   if hosts not in (None, 1) and not (len(shape) == 2 and math.prod(shape) == 4 * hosts):
