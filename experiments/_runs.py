@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from async_rl._paths import as_path
 from async_rl.recording import CheckpointError
 from async_rl.runtime import Experiment
 from async_rl.runtime import HostError
+from async_rl.runtime import override
 from experiments import configs
 
 #: The argument that names the folder of a run.
@@ -27,7 +30,7 @@ RunDir = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
 
 
 def load_experiment(run_dir: str | os.PathLike[str], config: str | None = None, **options: Any) -> Experiment:
-  """Returns the experiment of a run folder, with the options it was run with.
+  """Returns the experiment of a run folder, with the options it was run with, fitted to the devices that are here.
 
   Args:
     run_dir: the folder of the run.
@@ -54,7 +57,34 @@ def load_experiment(run_dir: str | os.PathLike[str], config: str | None = None, 
   values = {key: tuple(value) if isinstance(value, list) else value for key, value in recorded.items()}
   del values["config"]
   values["generation_hosts"] = 0  # every host of a command on a finished run does the same
-  return found.experiment(found.options(**values | {"run_dir": str(folder)} | options))
+  return _fit_devices(found.experiment(found.options(**values | {"run_dir": str(folder)} | options)))
+
+
+def _fit_devices(experiment: Experiment) -> Experiment:
+  """Returns the experiment with meshes that can be had here, where there may be fewer devices than the run had.
+
+  The run's own split of the devices stays where it can be had. Otherwise all devices have both roles, and the axes of
+  the meshes get the largest sizes that divide both the run's own, so that arrays are split as evenly, and the devices.
+  Rows of a micro-batch, in which nothing is trained here, are rounded up to what the learner mesh divides.
+  """
+  devices = experiment.options.devices
+  try:
+    experiment.make_meshes()
+  except ValueError:
+    shared = 0 if experiment.options.schedule.max_lag else None  # asynchronous runs without lag refuse 0
+    whole = {"generation_devices": shared, "fsdp": 1, "tensor": 1, "generation_tensor": 1}
+    meshes = _replace(experiment, **whole).make_meshes()
+    tensor = math.gcd(meshes.learner.size, devices.tensor)
+    fsdp = math.gcd(meshes.learner.size // tensor, devices.fsdp)
+    generation_tensor = math.gcd(meshes.generation.size, devices.generation_tensor or devices.tensor)
+    sizes = whole | {"fsdp": fsdp, "tensor": tensor, "generation_tensor": generation_tensor}
+    experiment = _replace(experiment, **sizes)
+  parts = models.row_parts(experiment.make_meshes().learner)
+  return _replace(experiment, rows=-(-devices.rows // parts) * parts)
+
+
+def _replace(experiment: Experiment, **options: int | None) -> Experiment:
+  return dataclasses.replace(experiment, options=override(experiment.options, **options))
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -91,13 +91,10 @@ def score(
   Returns:
     The rewards, float [N, samples], and the reasons of those that failed.
   """
-  config = dataclasses.replace(
-    experiment.sampler_config,
-    group_size=samples,
-    temperature=temperature,
-    slots=max(experiment.options.rollout.slots, samples),
-  )
   meshes = experiment.make_meshes()
+  parts = models.row_parts(meshes.generation)
+  slots = -(-max(experiment.options.rollout.slots, samples) // parts) * parts
+  config = dataclasses.replace(experiment.sampler_config, group_size=samples, temperature=temperature, slots=slots)
   sampler = experiment.make_sampler(config, meshes.generation)
   LocalSampler(sampler, experiment.make_learner(meshes.learner)).set_weights(params, 0)
   encoder, devices = experiment.encoder, experiment.options.devices
@@ -158,6 +155,8 @@ def evaluate(
       check_number("temperature", temperature, at_least=MIN_TEMPERATURE, remedy="0 is greedy")
     limits = {"max_completion_tokens": max_completion_tokens, "max_prompt_tokens": max_prompt_tokens}
     changes = {name: value for name, value in limits.items() if value is not None}
+    if changes:
+      changes["row_tokens"] = 0  # what these lengths need; nothing is trained here
     if skip_bad_prompts:
       changes["skip_bad_prompts"] = True
     experiment = load_experiment(run_dir, config, **changes)
