@@ -68,8 +68,8 @@ def rlhf_objective(
   check_choice("kl", kl, get_args(KL))
   check_number("beta", beta, above=0)
   check_number("kl_coefficient", kl_coefficient, at_least=0)
-  check_number("clip", clip, above=0)
-  check_number("kl_cap", kl_cap, above=0)
+  check_number("clip", clip, above=0, at_most=1)
+  check_number("kl_cap", kl_cap, above=0, finite=False, remedy="inf does not truncate")
   if method == "ppo":
     return _ppo(gae or GAE(), kl_coefficient, kl, clip, kl_cap)
   check_unused(gae, "*method*='ppo'", method)

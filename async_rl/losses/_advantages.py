@@ -35,10 +35,10 @@ def above_group_minimum(rewards: ArrayLike, groups: ArrayLike, num_groups: int) 
 
 
 def group_softmax(logits: ArrayLike, groups: ArrayLike, num_groups: int) -> jax.Array:
-  """Softmax of *logits* [B] within each group; uniform in a group whose logits are all −inf."""
+  """Softmax of *logits* [B] within each group; uniform among the largest where these are infinite."""
   logits = jnp.asarray(logits, jnp.float32)
   top = of_group(jax.ops.segment_max(logits, groups, num_groups), groups)
-  weights = jnp.where(jnp.isneginf(top), 1.0, jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top)))
+  weights = jnp.exp(jnp.where(logits == top, 0.0, logits - top))
   return divide_or_zero(weights, of_group(jax.ops.segment_sum(weights, groups, num_groups), groups))
 
 

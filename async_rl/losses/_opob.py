@@ -100,6 +100,7 @@ def opob_by_logits_advantages(
 
 def squared_norms_by_length(mask: ArrayLike) -> jax.Array:
   """n² ∝ L: the number of trained tokens, float32 [B]. With it and w = 1, OPOB is OPO."""
+  check_mask(mask)
   return jnp.sum(mask, axis=-1, dtype=jnp.float32)
 
 

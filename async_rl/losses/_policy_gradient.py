@@ -46,13 +46,13 @@ PolicyLossFn = Callable[..., PolicyLoss]
 
 
 def per_token(advantages: ArrayLike, mask: ArrayLike) -> jax.Array:
-  """Advantages as [B, 1] or [B, T], without gradient."""
+  """Advantages as [B, 1] or [B, T], without gradient; 0 for tokens outside the mask, whatever they have."""
   advantages = jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
   if advantages.shape not in (jnp.shape(mask), jnp.shape(mask)[:1]):
     raise ValueError(
       f"*advantages* must be [B] or [B, T] for a mask of shape {jnp.shape(mask)}, got {advantages.shape}."
     )
-  return advantages[:, None] if advantages.ndim == 1 else advantages
+  return advantages[:, None] if advantages.ndim == 1 else jnp.where(mask, advantages, 0.0)
 
 
 def weighted_score(
@@ -192,7 +192,7 @@ def topr(
   negative, log_cap = per_token(advantages, mask) < 0, jnp.log(cap)
   return weighted_score(
     logprobs,
-    advantages,
+    jnp.where(cap > 0, advantages, jnp.maximum(advantages, 0)),  # no weight is as small as 0
     mask,
     jnp.where(negative, jnp.minimum(log_weights, log_cap), 0.0),
     negative & (log_weights > log_cap),

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from async_rl._validation import check_number
 from async_rl.losses._ratios import check_mask
+from async_rl.losses._ratios import check_rows
 from async_rl.losses._ratios import log_ratios
 from async_rl.losses._ratios import sequence_log_weights
 
@@ -38,6 +39,7 @@ def missing_end_rewards(rewards: ArrayLike, truncated: ArrayLike, *, reward: flo
   Array([ 0.7, -1. ], dtype=float32)
   """
   check_number("reward", reward)
+  check_rows(rewards, truncated=truncated)
   return jnp.where(truncated, reward, jnp.asarray(rewards, jnp.float32))
 
 
@@ -58,6 +60,7 @@ def kl_penalized_rewards(
   Array([0.9], dtype=float32)
   """
   check_number("coefficient", coefficient, at_least=0)
+  _check_sequences(rewards, mask)
   penalty = sequence_log_weights(log_ratios(jax.lax.stop_gradient(logprobs), reference, mask))
   return jnp.asarray(rewards, jnp.float32) - coefficient * penalty
 
@@ -72,9 +75,16 @@ def final_rewards(rewards: ArrayLike, mask: ArrayLike) -> jax.Array:
   >>> final_rewards(jnp.array([2.0]), jnp.array([[True, True, False]]))
   Array([[0., 2., 0.]], dtype=float32)
   """
+  check_mask(mask)
+  _check_sequences(rewards, mask)
   later = jnp.cumsum(jnp.asarray(mask)[:, ::-1], axis=-1)[:, ::-1]  # trained tokens from t on
   last = jnp.logical_and(mask, later == 1)
   return jnp.where(last, jnp.asarray(rewards, jnp.float32)[:, None], 0.0)
+
+
+def _check_sequences(rewards: ArrayLike, mask: ArrayLike) -> None:
+  if jnp.shape(rewards) != jnp.shape(mask)[:1]:
+    raise ValueError(f"*rewards* must be [B] for a mask of shape {jnp.shape(mask)}, got {jnp.shape(rewards)}.")
 
 
 def token_rewards(

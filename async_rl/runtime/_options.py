@@ -27,6 +27,7 @@ from async_rl._validation import check_choice
 from async_rl._validation import check_number
 from async_rl.learning._norms import ExactNorms
 from async_rl.rollout._schedule import LAG_KINDS
+from async_rl.tasks._reward_pool import MAX_TIMEOUT_S
 
 Mode = Literal["async", "simulated", "sync"]
 OnUpdate = Literal["keep", "recompute"]
@@ -186,7 +187,7 @@ class Devices:
         f"*generation_hosts* generate on all of their devices, got generation_hosts={self.generation_hosts} and "
         f"generation_devices={self.generation_devices}; give one of them."
       )
-    check_number("reward_timeout", self.reward_timeout, above=0)
+    check_number("reward_timeout", self.reward_timeout, above=0, at_most=MAX_TIMEOUT_S)
     check_choice("exact_norms", self.exact_norms, get_args(ExactNorms))
     self._check_processes()
 

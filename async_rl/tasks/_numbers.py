@@ -37,7 +37,7 @@ _SPACED = re.compile(
 _SIMPLIFICATIONS: list[tuple[re.Pattern[str], Any]] = [
   (re.compile(r"[\u2010-\u2015\u2212\ufe63]"), "-"),  # hyphens, dashes and the minus sign
   (re.compile(r"(?i)\b(?:minus|negative)\s+(?=[$€£¥₹]?[0-9.])"), "-"),
-  (re.compile("[" + "".join(_VULGAR) + "]"), lambda match: " " + _VULGAR[match.group()]),
+  (re.compile("[ ]?([" + "".join(_VULGAR) + "])"), lambda match: " " + _VULGAR[match[1]]),
   (re.compile(rf"(?<=[0-9]){_SEPARATOR}(?=[0-9]{{3}})"), ","),
   (_SPACED, lambda match: match.group().replace(" ", ",")),
   (re.compile(r"\\[dtc]?frac\s*\{\s*([0-9]{1,50})\s*\}\s*\{\s*([0-9]{1,50})\s*\}"), r" \1/\2"),
@@ -70,11 +70,13 @@ _NUMBER = re.compile(
     | \s* (?:[x×*·]|\\times|\\cdot) \s* 10 \s* \^ \s* \{{? \s* (?P<ten>[-+]?[0-9]{{1,3}}) \}}? )?
   (?P<scale> (?: \s (?i:{"|".join(_SCALES)}) \b )* )
   (?! \d | [.,/:^_'][0-9] | \s*\^ )                       # not the head of another number, date, time or power
-  (?! [eE][-+]?\d | \s*(?:[x×*·]|\\times|\\cdot)\s*10\s*\^ | [kK]\b )
+  (?! [eE][-+]?\d | \s*(?:[x×*·]|\\times|\\cdot)\s*10\s*\^ | (?:[kKMB]|bn)\b )
   (?! [⁰¹²³⁴-⁹⁻] | \s*{_OTHER} )
   """,
   re.VERBOSE,
 )
+#: The minus of an answer that a space or a parenthesis parts from its number.
+_PARTED_MINUS = re.compile(r"^\s*-\s*\(?\s*(?=[$€£¥₹]?\s?\.?[0-9])")
 #: What follows a number that is the first operand of an expression.
 _OPERATION = re.compile(
   r"\s* (?: [-+*/×·÷^xX] | \\times | \\cdot | \\div | (?:and|&)(?=\s*[0-9]+/) ) \s* [-+$€£¥₹(]* \s* [0-9.(]", re.VERBOSE
@@ -141,6 +143,7 @@ def stated_number(text: str) -> Fraction | None:
   (Fraction(9, 1), None)
   """
   for side in reversed(_simplified(text).split("=")):
+    side = _PARTED_MINUS.sub("-", side)
     match = _NUMBER.search(side)
     if match and not _OPERATION.match(side, match.end()):
       return _value(match)

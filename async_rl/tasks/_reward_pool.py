@@ -29,6 +29,8 @@ from async_rl.types import Prompt
 START_LIMIT_S = 300.0
 #: The largest reward: rewards are trained as float32, in which a larger one would be infinite.
 MAX_REWARD = float(np.finfo(np.float32).max)
+#: The longest time limit of a reward, 11 days: the operating system waits no longer than 24.
+MAX_TIMEOUT_S = 1e6
 #: Maximum length of a tool answer, in characters.
 MAX_ANSWER_CHARS = 1 << 16
 
@@ -175,16 +177,16 @@ class RewardPool:
     Args:
       task: an importable, picklable task.
       workers: number of processes; 0 computes in the caller.
-      timeout_s: seconds that one reward may take.
+      timeout_s: seconds that one reward may take, at most `MAX_TIMEOUT_S`.
       failure_value: the reward of a sample whose judgment failed. It should not exceed that of a wrong answer, or
         the policy learns to break the verifier.
       capacity: completions that may wait before `submit` blocks.
       memory_bytes: address space of one worker; beyond it the reward gets a MemoryError.
     """
-    if workers < 0 or timeout_s <= 0 or capacity < 1:
+    if workers < 0 or not 0 < timeout_s <= MAX_TIMEOUT_S or capacity < 1:
       raise ValueError(
-        f"workers must be >= 0, timeout_s > 0 and capacity >= 1, got workers={workers}, timeout_s={timeout_s}, "
-        f"capacity={capacity}"
+        f"workers must be >= 0, timeout_s > 0 and <= {MAX_TIMEOUT_S:g}, and capacity >= 1, got workers={workers}, "
+        f"timeout_s={timeout_s}, capacity={capacity}"
       )
     if not abs(failure_value) <= MAX_REWARD:
       raise ValueError(f"failure_value must be finite in float32, got failure_value={failure_value}")

@@ -280,6 +280,35 @@ def rates_of(optimizer, updates=3):
   return {name: value for name, value in metrics.items() if name.startswith("optimizer/")}, before
 
 
+class KeepsItsMethod:
+  """An optimizer that has a bound method of its own among its attributes, and a container that holds itself."""
+
+  def __init__(self, inner):
+    self.inner, self.step, self.registry = inner, self.update, {"large": list(range(100_000))}
+    self.registry["own"] = self.registry
+
+  def init(self, params):
+    return self.inner.init(params)
+
+  def update(self, updates, state, params=None, **extra):
+    return self.inner.update(updates, state, params)
+
+
+def test_schedules_are_found_in_optimizers_that_hold_themselves():
+  own = KeepsItsMethod(optax.sgd(SCHEDULE))
+  found, _ = rates_of(optax.GradientTransformation(own.init, own.update))
+  assert found == {"optimizer/learning_rate": pytest.approx(0.13)}
+
+  inner = optax.sgd(SCHEDULE)
+
+  def update(updates, state, params=None):
+    return later if params is None else inner.update(updates, state, params)
+
+  found, _ = rates_of(optax.GradientTransformation(inner.init, update))  # `later` is bound to nothing yet
+  assert found == {"optimizer/learning_rate": pytest.approx(0.13)}
+  later = None
+
+
 def test_an_injected_learning_rate_is_reported():
   injected = optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE)
   found, _ = rates_of(optax.chain(optax.clip_by_global_norm(1.0), injected))

@@ -254,6 +254,7 @@ def test_options_reach_the_correction_and_the_statistic():
       ValueError,
       r"\*whiten\*=False acts with \*method\*='ppo' only, got 'rloo'",
     ),
+    (lambda: learning.rlhf_objective("proximal_rloo", clip=1.5), ValueError, r"\*clip\* .* got clip=1.5"),
     (lambda: learning.objective("reinforce", cap=2.0), ValueError, "takes none"),
     (lambda: learning.objective("sequence_tis", budget=0.1), ValueError, r"\*budget\* is not an option"),
     (lambda: learning.objective("m2po", threshold=0.1), ValueError, r"\*threshold\* is not an option"),

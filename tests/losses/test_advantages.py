@@ -188,6 +188,28 @@ def test_rewards_with_penalties():
   assert not grad.any()  # a reward is data
 
 
+def test_rewards_and_masks_of_other_shapes_are_refused():
+  two, mask = jnp.ones((2, 3)), jnp.ones((2, 3), bool)
+  for rewards in (jnp.ones((2, 1)), jnp.ones((2, 3)), jnp.ones(3)):
+    for call in (losses.kl_penalized_rewards, losses.token_rewards):
+      with pytest.raises(ValueError, match=r"\*rewards\* must be \[B\] for a mask of shape \(2, 3\)"):
+        call(rewards, two, two, mask)
+    with pytest.raises(ValueError, match=r"\*rewards\* must be \[B\] for a mask of shape \(2, 3\)"):
+      losses.final_rewards(rewards, mask)
+  with pytest.raises(ValueError, match=r"truncated.*\(2,\).*\(2, 1\)"):
+    losses.missing_end_rewards(jnp.ones(2), jnp.zeros((2, 1), bool))
+  for call in (losses.squared_norms_by_length, lambda mask: losses.final_rewards(jnp.ones(2), mask)):
+    with pytest.raises(TypeError, match="mask"):
+      call(2 * mask.astype(int))
+
+
+def test_an_infinite_weight_is_all_of_a_group():
+  rewards, groups = jnp.array([3.0, 1.0, 2.0]), jnp.zeros(3, int)
+  for log_weights, baseline in (([jnp.inf, 0, 0], 3), ([jnp.inf, jnp.inf, -jnp.inf], 2), ([-jnp.inf] * 3, 2)):
+    found = losses.importance_mean_advantages(rewards, groups, 1, log_weights=jnp.array(log_weights))
+    close(found, rewards - baseline)
+
+
 def test_errors_name_the_value():
   with pytest.raises(ValueError, match=r"rewards.*vector.*\(2, 1\)"):
     losses.grpo_advantages(jnp.ones((2, 1)), jnp.zeros((2, 1), int), 1)

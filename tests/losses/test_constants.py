@@ -173,6 +173,8 @@ def test_messages_name_the_remedy(name, options, message):
 
 def test_topr_without_negatives_and_clips_that_differ_by_token_are_allowed():
   np.testing.assert_allclose(call("topr", cap=0.0).loss, call("topr").loss)  # all advantages are positive
+  one = np.ones((1, 1), np.float32)
+  assert losses.topr(-one, -one, -one[0], one > 0, cap=0.0).loss == 0
   assert call("ppo_clip", low=jnp.full(SHAPE, 0.1), high=jnp.full((2, 1), 0.3)).loss.shape == SHAPE
 
 

@@ -218,6 +218,17 @@ def test_estr_takes_an_entropy_that_is_rounded_below_zero_for_zero():
 
 
 @pytest.mark.parametrize("name", losses.CORRECTIONS)
+def test_what_advantages_of_tokens_hold_outside_the_mask_is_never_read(name):
+  batch, _ = make_batch()
+  advantages = np.broadcast_to(batch["advantages"][:, None], batch["mask"].shape)
+  expected = run(losses.CORRECTIONS[name], {**batch, "advantages": advantages}, jnp.inf)
+  for other in (np.nan, -np.inf):
+    given = {**batch, "advantages": np.where(batch["mask"], advantages, other)}
+    for found, wanted in zip(run(losses.CORRECTIONS[name], given, jnp.inf), expected, strict=True):
+      np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", losses.CORRECTIONS)
 def test_all_masked_rows_give_exactly_zero(name):
   batch, _ = make_batch()
   batch = pad({**batch, "mask": np.zeros((B, T), bool)}, 2, 3)

@@ -38,6 +38,7 @@ from async_rl import runtime
     (dict(exact_norms="fast"), "exact_norms=.fast."),
     (dict(reward_timeout=math.nan), "reward_timeout=nan"),
     (dict(reward_timeout=0.0), "reward_timeout=0.0"),
+    (dict(reward_timeout=1e9), "at most 1000000.0, got reward_timeout=1000000000.0"),
     (dict(eval_temperature=-0.5), "eval_temperature=-0.5"),
     (dict(keep=0), "keep=0"),
     (dict(run_dir=""), "run_dir=''"),

@@ -188,7 +188,13 @@ def test_a_stand_in_is_finite(value):
     tasks.RewardPool(misbehaving.Misbehaving(), workers=0, failure_value=value)
 
 
-@pytest.mark.parametrize("options", [{"workers": -1}, {"workers": 1, "timeout_s": 0}, {"workers": 1, "capacity": 0}])
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"workers": -1}, {"workers": 1, "timeout_s": 0}, {"workers": 1, "capacity": 0},
+    *({"workers": 1, "timeout_s": x} for x in (1e7, float("inf"), float("nan"))),
+  ],
+)  # fmt: skip
 def test_bad_options(options):
   with pytest.raises(ValueError, match="must be"):
     tasks.RewardPool(misbehaving.Misbehaving(), **options)
