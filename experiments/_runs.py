@@ -56,6 +56,7 @@ def load_experiment(run_dir: str | os.PathLike[str], config: str | None = None, 
     raise ValueError(f"{file} is of config {name!r}, but {error}; give the path of its file with --config.") from error
   values = {key: tuple(value) if isinstance(value, list) else value for key, value in recorded.items()}
   del values["config"]
+  values["lag"] = "fixed"  # a schedule is needed to train alone, and may be gone
   values["generation_hosts"] = 0  # every host of a command on a finished run does the same
   return _fit_devices(found.experiment(found.options(**values | {"run_dir": str(folder)} | options)))
 

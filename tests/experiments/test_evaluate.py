@@ -73,6 +73,19 @@ def test_the_command_evaluates_what_the_run_evaluated(trained, capsys):
 
 
 @pytest.mark.usefixtures("two_devices")
+def test_a_replay_is_evaluated_and_exported_without_its_schedule(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  sizes = [tiny.__file__, "--steps", "1", "--max-lag", "0", "--no-picture"]
+  assert train.main([*sizes, "--run-dir", "recorded"]) == 0
+  assert train.main([*sizes, "--run-dir", "replay", "--lag", "recorded/schedule.jsonl"]) == 0
+  (tmp_path / "recorded" / "schedule.jsonl").unlink()
+  capsys.readouterr()
+  assert evaluate.main(["replay", "--prompts", "4"]) == 0
+  assert "step 1, 4 test prompts" in capsys.readouterr().out
+  assert export.main(["replay", "exported"]) == 0
+
+
+@pytest.mark.usefixtures("two_devices")
 @pytest.mark.slow
 def test_several_processes_deal_the_prompts_and_the_first_prints_what_one_would(tmp_path, capsys):
   assert train.main([tiny.__file__, "--run-dir", str(tmp_path / "run"), "--mode", "simulated", "--steps", "1"]) == 0
