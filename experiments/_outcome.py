@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from async_rl.rollout import LAG_KINDS
 from async_rl.runtime import Options
 from async_rl.runtime import Summary
 
@@ -47,7 +46,7 @@ def describe_outcome(summary: Summary, options: Options, arguments: Sequence[str
   if importlib.util.find_spec("tensorboard") is not None:
     lines.append(f"Watch       {python} -m tensorboard.main --logdir {shlex.quote(str(folder.tensorboard))}")
   steps = 2 * summary.version
-  if not summary.ended_early and not _is_replay(options) and _has_rate(options, steps):
+  if not summary.ended_early and not options.schedule.replays and _has_rate(options, steps):
     lines.append(f"Go on       {_train(arguments, steps=steps)}")
     if summary.lag_bound:
       first = "step" if summary.lag_bound == 1 else f"{summary.lag_bound} steps"
@@ -60,7 +59,7 @@ def describe_outcome(summary: Summary, options: Options, arguments: Sequence[str
 
 def _other_run(summary: Summary, options: Options, arguments: Sequence[str]) -> list[str]:
   """Returns a line that proposes the same run at another lag, or to compare with it if there is one."""
-  if _is_replay(options):
+  if options.schedule.replays:
     return []
   lag = 16 if summary.lag_bound < 16 else 4
   changes: dict[str, Any] = {"max_lag": lag}
@@ -76,11 +75,6 @@ def _other_run(summary: Summary, options: Options, arguments: Sequence[str]) -> 
   if (other / "metrics.jsonl").exists():
     return [f"Compare     {_python()} -m experiments.report {shlex.quote(str(path))} {shlex.quote(str(other))}"]
   return []
-
-
-def _is_replay(options: Options) -> bool:
-  """Returns whether the run repeated a recorded schedule, which fixes its lags and its end."""
-  return options.schedule.mode == "simulated" and options.schedule.lag not in LAG_KINDS
 
 
 def _has_rate(options: Options, steps: int) -> bool:

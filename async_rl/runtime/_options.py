@@ -134,6 +134,11 @@ class Schedule:
     """Returns the lag bound in force."""
     return 0 if self.mode == "sync" else self.max_lag
 
+  @property
+  def replays(self) -> bool:
+    """Returns whether the run repeats a recorded schedule, which fixes its lags and its end."""
+    return self.mode == "simulated" and self.lag not in LAG_KINDS
+
 
 @dataclasses.dataclass(frozen=True)
 class Devices:

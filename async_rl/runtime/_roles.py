@@ -53,6 +53,10 @@ class Roles:
     """Returns the place of this process among those that sample; 0 if it is not one of them."""
     return self.samplers.index(self.index) if self.samples else 0
 
+  def share(self, groups: int) -> int:
+    """Returns how many of the groups of a step this process samples."""
+    return groups // len(self.samplers) if self.samples else 0
+
   def made(self, saved: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether the host states of a checkpoint are those of as many processes in these roles."""
     samplers = tuple(i for i, host in enumerate(saved) if host["buffer"]["groups_per_step"])

@@ -105,7 +105,7 @@ class Session:
       delete(folder.metrics)  # of steps to be taken again; a next start would take them for those of lost checkpoints
     self._ledger = Ledger()
     self.buffer = RolloutBuffer(
-      training.groups // len(roles.samplers) if roles.samples else 0,
+      roles.share(training.groups),
       options.schedule.lag_bound,
       steps=options.length.steps,
       limit=self._prompts.num_tickets,
@@ -247,6 +247,11 @@ class Session:
     """Whether all steps are done."""
     return self.version >= self.experiment.options.length.steps
 
+  @property
+  def resumable(self) -> bool:
+    """Whether a later start could go on from here: not from the middle of a replay."""
+    return self.version == 0 or self.done or not self.experiment.options.schedule.replays
+
   def start_clock(self) -> None:
     """Starts measuring times and rates, once everything is ready."""
     self._meter.start()
@@ -378,7 +383,8 @@ class Session:
     self._checkpoints.wait()
     self.hosts.barrier()
     seconds = time.monotonic() - self.stop.requested_at
-    raise self.stop.interrupted(f"after step {self.version}, saved {seconds:.1f} s after the signal")
+    when = f"after step {self.version}, saved {seconds:.1f} s after the signal"
+    raise self.stop.interrupted(when, resumable=self.resumable)
 
   def save(self) -> None:
     """Starts a checkpoint of the current version, the actor paused between two chunks."""

@@ -72,10 +72,11 @@ class StopSignal:
     if self._number:
       raise StopRequested
 
-  def interrupted(self, when: str) -> Interrupted:
-    """Returns the error that ends the run; `when` completes "stopped by SIGTERM ..."."""
+  def interrupted(self, when: str, *, resumable: bool = True) -> Interrupted:
+    """Returns the error that ends the run, with the remedy; `when` completes "stopped by SIGTERM ..."."""
     name = signal.Signals(self._number).name
-    return Interrupted(f"stopped by {name} {when}; rerun the same command to resume", self._number)
+    remedy = "rerun the same command to resume" if resumable else "a replay cannot be resumed, rerun with --overwrite"
+    return Interrupted(f"stopped by {name} {when}; {remedy}", self._number)
 
   @contextlib.contextmanager
   def deferred(self) -> Iterator[None]:
