@@ -127,6 +127,61 @@ def read_schedule(path: str | os.PathLike[str]) -> Iterator[Event]:
       yield event
 
 
+def read_replayable(path: str | os.PathLike[str], groups: int, max_lag: int, steps: int) -> list[Event]:
+  """Returns the events of a recorded schedule, if a run of these options could repeat them.
+
+  What only samples can tell, such as whether a group is finished in time, is left to the replay.
+
+  Args:
+    path: the file.
+    groups: groups per optimizer step in this process.
+    max_lag: the largest lag of a trained token, in optimizer steps.
+    steps: optimizer steps of the run; later events are not looked at.
+
+  Raises:
+    ValueError: if it could not, or a line is not an event; one sentence with the remedy.
+  """
+  events = list(read_schedule(path))
+  batches = [event[2] for event in events if event[0] == "train"][:steps]
+  if not batches:
+    raise ValueError(f"{path} trains no step; give the schedule.jsonl of a run that took some.")
+  for step, tickets in enumerate(batches):
+    if len(set(tickets)) != groups:
+      raise ValueError(
+        f"{path} trains {len(tickets)} groups at step {step}, got groups={groups} in this process; replay it with as "
+        "many groups and processes as it was recorded with."
+      )
+  _check_begun(path, events, groups, max_lag, steps)
+  return events
+
+
+def _check_begun(path: str | os.PathLike[str], events: list[Event], groups: int, max_lag: int, steps: int) -> None:
+  """Refuses events of a run that began groups when one of these options may not; see `read_replayable`."""
+  trained = {ticket for event in events if event[0] == "train" for ticket in event[2]}
+  step = version = submitted = 0
+  begun: dict[int, int] = {}  # ticket -> version of the weights that began it
+  for kind, *details in events:
+    lag = 0
+    match kind:
+      case "resume":
+        raise ValueError(f"{path} is of a run that was resumed with samples in flight; replay one that was not.")
+      case "weights":
+        version = details[0]
+      case "submit":
+        begun[details[0]] = version
+        submitted += details[0] in trained  # the others failed and did not count
+      case "train":
+        lag = max((step - begun.get(ticket, step) for ticket in details[1]), default=0)
+        step += 1
+    if lag > max_lag or submitted > min(max_lag + version + 1, steps) * groups:
+      raise ValueError(
+        f"{path} begins groups earlier than a run with max_lag={max_lag} and steps={steps} may; replay it with the "
+        "max_lag and the steps that it was recorded with."
+      )
+    if step == steps:
+      return
+
+
 def _parse_event(line: str) -> Event | None:
   """Returns the event of a line, or None if it is not one."""
   try:

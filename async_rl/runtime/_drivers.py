@@ -9,24 +9,44 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 
 from async_rl import models
 from async_rl._paths import as_path
 from async_rl.recording._run_folder import schedule_of
 from async_rl.rollout._buffer import EndOfData
-from async_rl.rollout._schedule import LAG_KINDS
 from async_rl.rollout._schedule import Event
 from async_rl.rollout._schedule import LagDistribution
-from async_rl.rollout._schedule import read_schedule
+from async_rl.rollout._schedule import read_replayable
+from async_rl.runtime._experiment import Experiment
+from async_rl.runtime._hosts import Hosts
+from async_rl.runtime._roles import assign_roles
 from async_rl.runtime._session import Session
 
 _FOREIGN_SCHEDULE = "it is not a schedule of this experiment, replay one recorded with the same options."
 
 
-def drive(session: Session) -> None:
+def read_replay(experiment: Experiment, hosts: Hosts) -> list[Event]:
+  """Returns the events that this process is to repeat; none if the experiment replays no schedule.
+
+  Raises:
+    ValueError: if a run of the experiment could not repeat them; one sentence with the remedy.
+  """
+  options = experiment.options
+  if not options.schedule.replays:
+    return []
+  path = schedule_of(as_path(options.schedule.lag, "lag"), hosts.index)
+  groups = assign_roles(experiment, hosts).share(options.training.groups)
+  return read_replayable(path, groups, options.schedule.max_lag, options.length.steps)
+
+
+def drive(session: Session, recorded: Sequence[Event]) -> None:
   """Runs the session in its experiment's mode until all steps are done.
+
+  Args:
+    session: the session.
+    recorded: what `read_replay` returned for its experiment.
 
   Raises:
     EndOfData: if the data end first.
@@ -37,10 +57,10 @@ def drive(session: Session) -> None:
     run_async(session)
   elif schedule.mode == "sync":
     run_sync(session)
-  elif schedule.lag in LAG_KINDS:
-    run_simulated(session, LagDistribution(schedule.max_lag, schedule.lag, session.experiment.options.training.seed))
+  elif schedule.replays:
+    replay(session, recorded)
   else:
-    replay(session, read_schedule(schedule_of(as_path(schedule.lag, "lag"), session.hosts.index)))
+    run_simulated(session, LagDistribution(schedule.max_lag, schedule.lag, session.experiment.options.training.seed))
 
 
 def run_async(session: Session) -> None:
@@ -91,13 +111,10 @@ def _sample_due(session: Session, lags: LagDistribution) -> None:
     raise EndOfData(f"the data ended after {session.version} steps")
 
 
-def replay(session: Session, schedule: Iterable[Event]) -> None:
+def replay(session: Session, events: Sequence[Event]) -> None:
   """Repeats a recorded asynchronous run, event by event."""
-  if session.version > 0 and not session.done:
+  if not session.resumable:
     raise ValueError(f"{session.folder.path} holds part of a replay, which cannot be resumed; pass --overwrite.")
-  events = list(schedule)
-  if not events:
-    raise ValueError(f"{session.experiment.options.schedule.lag} is empty; {_FOREIGN_SCHEDULE}")
   needed = {event[1] for event in events if event[0] == "weights"}
   session.publish_weights()
   weights = dict([session.store.latest(at_least=session.version)])
@@ -123,8 +140,6 @@ def _replay_until_train(session: Session, events: Iterator[Event], weights: dict
         if details[0] not in weights:
           raise ValueError(f"{source} takes weights of version {details[0]} too early; {_FOREIGN_SCHEDULE}")
         session.actor.set_weights(details[0], weights.pop(details[0]))
-      case "resume":
-        raise ValueError(f"{source} is of a run that was resumed with samples in flight; it cannot be replayed.")
       case "submit":
         if session.submit_group() != details[0]:
           raise ValueError(f"{source} submits group {details[0]} out of turn; {_FOREIGN_SCHEDULE}")

@@ -28,6 +28,7 @@ from async_rl.rollout._mesh import make_mesh
 from async_rl.rollout._mesh import make_meshes
 from async_rl.rollout._mesh import takes_programs
 from async_rl.rollout._prompts import PromptEncoder
+from async_rl.rollout._schedule import LAG_KINDS
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._options import RESUMABLE
 from async_rl.runtime._options import Devices
@@ -293,15 +294,14 @@ def _check_together(options: Options, objective: learning.Objective) -> None:
 
 
 def _check_other_folder(options: Options) -> None:
-  """Refuses to start a run from its own folder, which `overwrite` would delete first."""
-  source, run_dir = options.training.init_from, options.output.run_dir
-  if source is None:
-    return
-  if resolve(as_path(source, "init_from")).is_relative_to(resolve(as_path(run_dir, "run_dir"))):
-    raise ValueError(
-      f"*init_from* must be another folder than run_dir, got init_from={source!r} and run_dir={run_dir!r}; choose a "
-      "new run_dir."
-    )
+  """Refuses to take parameters or a schedule from the run's own folder, which `overwrite` would delete first."""
+  lag, run_dir = options.schedule.lag, options.output.run_dir
+  for name, source in {"init_from": options.training.init_from, "lag": None if lag in LAG_KINDS else lag}.items():
+    if source and resolve(as_path(source, name)).is_relative_to(resolve(as_path(run_dir, "run_dir"))):
+      raise ValueError(
+        f"*{name}* must be of another folder than run_dir, got {name}={source!r} and run_dir={run_dir!r}; choose a "
+        "new run_dir."
+      )
 
 
 def _rewards_one_sample(objective: learning.Objective) -> bool:

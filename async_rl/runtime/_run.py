@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -16,7 +19,9 @@ from async_rl.recording._metrics import has_steps
 from async_rl.recording._run_folder import RunFolder
 from async_rl.recording._run_report import write_report
 from async_rl.rollout._buffer import EndOfData
+from async_rl.rollout._schedule import Event
 from async_rl.runtime._drivers import drive
+from async_rl.runtime._drivers import read_replay
 from async_rl.runtime._experiment import Experiment
 from async_rl.runtime._hosts import Hosts
 from async_rl.runtime._join import check_same
@@ -65,6 +70,8 @@ def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
   options, devices, output = experiment.options, experiment.options.devices, experiment.options.output
   if output.wandb:
     check_wandb()
+  check_same(hosts, {**_recorded_options(experiment), **experiment.fingerprint()})
+  recorded = hosts.agree(functools.partial(read_replay, experiment, hosts))
   folder = _open_folder(experiment, hosts)
   opened = False
 
@@ -85,7 +92,7 @@ def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
     if hosts.first:
       folder.discard_replaced()
     with hosts.stop.deferred():
-      ended_early = _run_to_the_end(session)
+      ended_early = _run_to_the_end(session, recorded)
     if hosts.first and output.picture:
       write_report(folder)
   accuracy = session.host_state.accuracy
@@ -94,20 +101,23 @@ def train(experiment: Experiment, hosts: Hosts | None = None) -> Summary:
 
 
 def _open_folder(experiment: Experiment, hosts: Hosts) -> RunFolder:
-  """Opens the run's folder in the first process, then in the others, once all are known to be of the same run."""
-  options, output = experiment.options, experiment.options.output
-  values = {"config": experiment.name, **flatten(options)}
-  values = {name: value for name, value in values.items() if name not in PROCESS_OPTIONS}
-  check_same(hosts, {**values, **experiment.fingerprint()})
+  """Opens the run's folder in the first process, then in the others."""
+  output = experiment.options.output
 
   def open_folder() -> RunFolder:
-    text = json.dumps(values, indent=2) + "\n"
+    text = json.dumps(_recorded_options(experiment), indent=2) + "\n"
     return RunFolder.open(output.run_dir, text, experiment.fingerprint(), overwrite=output.overwrite)
 
   if hosts.first:
     return hosts.agree(open_folder)
   hosts.agree(lambda: None)
   return RunFolder.join(output.run_dir, hosts.index)
+
+
+def _recorded_options(experiment: Experiment) -> dict[str, Any]:
+  """Returns the values of config.txt."""
+  values = {"config": experiment.name, **flatten(experiment.options)}
+  return {name: value for name, value in values.items() if name not in PROCESS_OPTIONS}
 
 
 def check_checkpoints(folder: RunFolder, hosts: Hosts) -> None:
@@ -122,7 +132,7 @@ def check_checkpoints(folder: RunFolder, hosts: Hosts) -> None:
     )
 
 
-def _run_to_the_end(session: Session) -> bool:
+def _run_to_the_end(session: Session, recorded: Sequence[Event]) -> bool:
   """Evaluates, takes the steps, evaluates and saves; returns whether the data ended before the steps did."""
   ended_early = False
   try:
@@ -130,7 +140,7 @@ def _run_to_the_end(session: Session) -> bool:
       session.evaluate()
     session.start_clock()
     try:
-      drive(session)
+      drive(session, recorded)
     except EndOfData:
       ended_early = not session.done
     session.evaluate()

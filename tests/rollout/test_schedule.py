@@ -1,5 +1,6 @@
 """Schedules survive the file and a restart; simulated lags follow their distribution."""
 
+import json
 import threading
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from async_rl.rollout._schedule import LAG_KINDS
 from async_rl.rollout._schedule import LagDistribution
 from async_rl.rollout._schedule import ScheduleRecorder
+from async_rl.rollout._schedule import read_replayable
 from async_rl.rollout._schedule import read_schedule
 
 EVENTS = [("weights", 0), ("submit", 0), ("submit", 1), ("chunk",), ("train", 0, [1, 0]), ("weights", 1)]
@@ -71,6 +73,43 @@ def test_threads_lose_no_event(tmp_path):
   recorder.close()
   events = list(read_schedule(tmp_path / "schedule.jsonl"))
   assert sorted(ticket for _, ticket in events) == list(range(4000))
+
+
+#: Two steps of two groups each, the second one of lag 1, of which group 1 failed and group 4 took its place.
+REPLAYABLE = [
+  *[("weights", 0), ("submit", 0), ("submit", 1), ("submit", 2), ("submit", 3), ("submit", 4), ("chunk",)],
+  *[("train", 0, [2, 0]), ("weights", 1), ("chunk",), ("train", 1, [3, 4])],
+]
+
+
+@pytest.mark.parametrize(
+  ("events", "options", "words"),
+  [
+    pytest.param([], {}, "trains no step; give the schedule.jsonl of a run that took some", id="empty"),
+    pytest.param(REPLAYABLE[:7], {}, "trains no step", id="before the first step"),
+    pytest.param([("resume",), *REPLAYABLE], {}, "resumed with samples in flight; replay one", id="resumed"),
+    pytest.param(REPLAYABLE, {"groups": 3}, "trains 2 groups at step 0, got groups=3 .*; replay it with", id="groups"),
+    pytest.param(REPLAYABLE, {"max_lag": 0}, "than a run with max_lag=0 and steps=2 may; replay it with", id="lag"),
+    pytest.param(REPLAYABLE, {"steps": 1}, "than a run with max_lag=1 and steps=1 may; replay it with", id="steps"),
+    pytest.param(
+      [REPLAYABLE[0], ("submit", 9), *REPLAYABLE[1:3], ("train", 0, [0, 1]), ("submit", 2), ("train", 1, [9, 2])],
+      {"max_lag": 0},
+      "than a run with max_lag=0",
+      id="a group left behind",
+    ),
+  ],
+)
+def test_what_a_run_of_these_options_cannot_repeat_is_refused(tmp_path, events, options, words):
+  path = tmp_path / "schedule.jsonl"
+  path.write_text("".join(json.dumps(event) + "\n" for event in events))
+  with pytest.raises(ValueError, match=f"schedule.jsonl .*{words}"):
+    read_replayable(path, **{"groups": 2, "max_lag": 1, "steps": 2, **options})
+
+
+def test_what_a_run_can_repeat_is_returned_whole(tmp_path):
+  path = tmp_path / "schedule.jsonl"
+  path.write_text("".join(json.dumps(event) + "\n" for event in [*REPLAYABLE, ("resume",)]))
+  assert read_replayable(path, groups=2, max_lag=1, steps=2) == [*REPLAYABLE, ("resume",)]  # after the last step
 
 
 def test_broken_line_is_named(tmp_path):

@@ -109,7 +109,7 @@ def test_what_a_run_cannot_start_from_is_one_sentence_and_leaves_no_folder(tmp_p
 
 def test_a_run_does_not_start_from_its_own_folder_which_it_would_delete(source):
   for folder in (source, source / "checkpoints"):
-    with pytest.raises(ValueError, match=r"\*init_from\* must be another folder than run_dir, got init_from="):
+    with pytest.raises(ValueError, match=r"\*init_from\* must be of another folder than run_dir, got init_from="):
       make(source, folder, overwrite=True)
   with pytest.raises(ValueError, match="must name the folder of a run"):
     runtime.Training(init_from="")

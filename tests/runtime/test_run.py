@@ -144,7 +144,7 @@ def test_async_bounds_the_lag_balances_and_can_be_replayed(tmp_path):
   assert runtime.train(stopped).ended_early
   with pytest.raises(ValueError, match="part of a replay, which cannot be resumed"):
     runtime.train(stopped)
-  part.write_text('["resume"]\n')
+  part.write_text('["resume"]\n' + part.read_text())
   with pytest.raises(ValueError, match="resumed with samples in flight"):
     runtime.train(with_options(stopped, overwrite=True))
 
