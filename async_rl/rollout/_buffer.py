@@ -36,6 +36,11 @@ class EndOfData(Exception):
   """No further batch can be formed: the steps are done or the prompts are used up."""
 
 
+def most_submitted(groups: int, max_lag: int, version: int) -> int:
+  """Returns how many groups may be submitted until a sampler has newer weights than this version: (a)."""
+  return (max_lag + version + 1) * groups
+
+
 class RolloutBuffer:
   """Thread-safe buffer between samplers and the learner of one process.
 
@@ -328,7 +333,7 @@ class RolloutBuffer:
     total = self._submitted + self._remaining()
     if self.groups_per_step and total < math.inf:
       total -= total % self.groups_per_step
-    if self._submitted >= min((self.max_lag + sampler_version + 1) * self.groups_per_step, total):
+    if self._submitted >= min(most_submitted(self.groups_per_step, self.max_lag, sampler_version), total):
       return None
     if self._returned:
       ticket = heapq.heappop(self._returned)

@@ -32,6 +32,7 @@ from async_rl._paths import as_path
 from async_rl._paths import open_text
 from async_rl._validation import check_choice
 from async_rl._validation import check_number
+from async_rl.rollout._buffer import most_submitted
 
 Event = tuple[Any, ...]
 
@@ -173,7 +174,7 @@ def _check_begun(path: str | os.PathLike[str], events: list[Event], groups: int,
       case "train":
         lag = max((step - begun.get(ticket, step) for ticket in details[1]), default=0)
         step += 1
-    if lag > max_lag or submitted > min(max_lag + version + 1, steps) * groups:
+    if lag > max_lag or submitted > min(most_submitted(groups, max_lag, version), steps * groups):
       raise ValueError(
         f"{path} begins groups earlier than a run with max_lag={max_lag} and steps={steps} may; replay it with the "
         "max_lag and the steps that it was recorded with."
