@@ -29,7 +29,8 @@ class Pretrained:
   #: Values that the learner's backward pass recomputes, from fast to small: none, activations, projections, attention,
   #: full.
   remat: str = "activations"
-  #: Compute dtype: float32, bfloat16, or float16 (not on TPUs), with which sampler and learner agree best.
+  #: Compute dtype: float32, bfloat16, or float16 (not on TPUs), with which sampler and learner agree best; that
+  #: training gains by it is not shown.
   dtype: str = "bfloat16"
   #: Dtype of the residual stream; None: the compute dtype, or float32 with float16.
   residual_dtype: str | None = None

@@ -30,6 +30,8 @@ Runs = Mapping[Run, Steps]
 PROBLEMS = 440
 #: The run that others are compared with, of the same rate and seed.
 BEST = "TOPR"
+#: What the name of a method ends with that is computed in float16, after that of the same in bfloat16.
+FLOAT16 = ", float16"
 #: After three starts a mean ESS of tokens below this over these updates was taken for the sign of a collapse.
 LOW = 0.7
 PERIOD = (24, 48)
@@ -135,12 +137,13 @@ def end_table(runs: Runs, samples: int = PROBLEMS, every_lag: bool = False) -> s
   """Returns a row per run: accuracy at the end with its interval, its differences to the start and to other runs.
 
   Differences in bold stay clear of 0 when the intervals are widened to hold for all of the table jointly. A run that
-  was cut off has no row.
+  was cut off has no row, and what no run can be compared with no column.
 
   Args:
     runs: the runs.
     samples: the number of samples of an evaluation.
-    every_lag: whether runs are compared with `BEST` at their own lag and with sync, not with `BEST` at the largest lag.
+    every_lag: whether runs are compared with `BEST` at their own lag, with sync and, if their method's name ends with
+      `FLOAT16`, with the same in bfloat16, not with `BEST` at the largest lag.
   """
   largest = max(run.lag for run in runs)
   runs = finished(runs)
@@ -149,7 +152,9 @@ def end_table(runs: Runs, samples: int = PROBLEMS, every_lag: bool = False) -> s
     others = {
       f"minus {BEST} at its lag": lambda run: run._replace(method=BEST),
       "minus sync": lambda run: run._replace(method=SYNC, lag=0),
+      "minus bfloat16": lambda run: run._replace(method=run.method.removesuffix(FLOAT16)),
     }
+  others = {head: other for head, other in others.items() if any(other(run) in runs.keys() - {run} for run in runs)}
   pairs = {}
   for run, steps in runs.items():
     found = [runs.get(other(run), {}) for other in others.values()]

@@ -276,6 +276,7 @@ TABLES: dict[str, Callable[[], str]] = {
   **_of_start("real 512 seed 2", lambda: results.real_seed(2)),
   **_of_start("real 512 seed 3", lambda: results.real_seed(3)),
   **_of_start("real 512 seed 4", lambda: results.real_seed(4)),
+  **_of_start("real 512 seed 5", lambda: results.real_seed(5)),
   "real 512, repeats": lambda: real.repeat_table(results.real_starts(), real_model.SCALES[512].evaluated),
   "real 512, warnings": lambda: real.warning_table(results.real_predictions()),
 }

@@ -53,6 +53,24 @@ def test_runs_of_several_lags_are_compared_at_their_own_and_with_sync():
   ]
 
 
+def test_a_run_in_float16_is_compared_with_the_same_in_bfloat16():
+  runs = {study.Run("no correction", 0, 0, 1e-4): _run([0.2, 0.4], [0.9])}
+  runs[study.Run("TOPR", 8, 0, 1e-4)] = _run([0.2, 0.25], [0.9])
+  plain = reports.end_table(runs, every_lag=True)
+  assert plain.splitlines()[0].endswith("| end | minus its start | minus sync |")  # one TOPR has no other
+  runs[study.Run("TOPR, float16", 8, 0, 1e-4)] = _run([0.2, 0.3], [0.9])
+  runs[study.Run("A-3PO, float16", 8, 0, 1e-4)] = _run([0.2, 0.3], [0.9])
+  header, _, sync, topr, *others = reports.end_table(runs, every_lag=True).splitlines()
+  assert header.endswith("| minus its start | minus TOPR at its lag | minus sync | minus bfloat16 |")
+  found = [[cell.split(" (")[0].strip(" *") for cell in line.split("|")[6:10]] for line in (sync, topr, *others)]
+  assert found == [
+    ["+.200", "", "", ""],
+    ["+.050", "", "−.150", ""],
+    ["+.100", "+.050", "−.100", "+.050"],
+    ["+.100", "+.050", "−.100", ""],
+  ]
+
+
 def test_the_rise_of_rewards_has_welchs_interval():
   run, other = study.Run("TOPR", 8, 0, 1e-4), study.Run("TOPR", 8, 1, 1e-4)
   steps = _run([0.1, 0.2, 0.3], [0.5, 0.5])
@@ -154,7 +172,7 @@ def test_low_ess_of_tokens_and_collapses_are_counted():
 
 def test_what_the_page_says_of_a_low_ess_of_tokens_holds_for_all_runs_of_512_samples():
   parts = results.real_predictions()
-  assert sum(map(len, parts.values())) == len(results.real_starts()) == 7
+  assert sum(map(len, parts.values())) == len(results.real_starts()) == 8
   low, found = {}, {}
   for part, starts in parts.items():
     runs = [(run, steps) for start in starts for run, steps in reports.finished(start).items()]
@@ -163,7 +181,7 @@ def test_what_the_page_says_of_a_low_ess_of_tokens_holds_for_all_runs_of_512_sam
     low[part] = sorted((sign for sign, mean in zip(signs, means) if mean < 0.7), key=str)
     found[part] = sorted((sign for sign in signs if sign[2] is not None), key=str)
   plain = [("no correction", lag, 48) for lag in (32, 8)]
-  earlier, fourth, fifth, sixth, seventh = parts
+  earlier, fourth, fifth, sixth, seventh, eighth = parts
   assert found[earlier] == [("A-3PO", 32, 96), plain[0], *plain]
   assert low[earlier] == [*found[earlier], ("sequence TIS", 32, None)]
   assert found[fourth] == [*plain, ("sequence TIS", 8, 48)]
@@ -171,16 +189,20 @@ def test_what_the_page_says_of_a_low_ess_of_tokens_holds_for_all_runs_of_512_sam
   assert found[fifth] == [("no correction", 2, 72)]
   assert low[fifth] == [("sequence TIS", 32, None)]
   assert low[sixth] == [("TOPR, momentum .5, falling rate", 32, None)]
-  assert found[sixth] == found[seventh] == low[seventh] == []
+  assert found[sixth] == found[seventh] == low[seventh] == found[eighth] == low[eighth] == []
   every = [(run, steps) for start in results.real_starts().values() for run, steps in start.items()]
   early = [run for run, steps in every if reports.mean_of_period(steps, "token_ess", (0, 24)) < 0.9]
   assert sum(run.method == "no correction" for run in early) == 5
   others = [(run.method, run.lag, run.seed) for run in early if run.method != "no correction"]
   falling = [("TOPR, momentum .5, falling rate", lag, 3) for lag in (8, 32)]
   assert sorted(others) == [("A-3PO", 32, 0), *falling, ("sequence TIS", 32, 0)]
-  for period, lowest in (((0, 24), "0.947"), ((24, 48), "0.910")):
-    means = {k[:2]: reports.mean_of_period(x, "token_ess", period) for k, x in results.real_seed(4).items()}
-    assert min((f"{mean:.3f}", run) for run, mean in means.items()) == (lowest, (STEPS_BY_ESS, 32))
+  by_ess, plain, float16 = (STEPS_BY_ESS, 32, 4), ("sequence TIS", 8, 6), ("sequence TIS, float16", 8, 6)
+  for seed, period, lowest in (
+    *((4, (0, 24), ("0.947", by_ess)), (4, (24, 48), ("0.910", by_ess))),
+    *((5, (0, 24), ("0.910", plain)), (5, (24, 48), ("0.797", float16))),
+  ):
+    means = {k[:3]: reports.mean_of_period(x, "token_ess", period) for k, x in results.real_seed(seed).items()}
+    assert min((f"{mean:.3f}", run) for run, mean in means.items()) == lowest
 
 
 def test_only_one_run_of_vcpo_is_not_taken_for_finished():
@@ -201,7 +223,7 @@ def test_what_the_page_says_of_steps_by_ess_and_no_table_has_is_in_the_runs():
   pairs += [(fallen[96], a3po[96]), (fallen[72], fallen[96]), (a3po[96], exact[96])]
   same = [(fallen[72], other[72]) for other in (found["no correction", 0], a3po, exact)]
   ends = [{study.Run("A-3PO", 2, 0, 1e-4): {0: {"accuracy": y}, 96: {"accuracy": x}}} for x, y in pairs + same]
-  said = [reports.end_table(run, 1760).split(" | ")[-2] for run in ends]
+  said = [reports.end_table(run, 1760).splitlines()[-1].split(" | ")[5].removesuffix(" |") for run in ends]
   assert said[:3] == ["+.005 (−.015 to +.024)", "+.019 (−.000 to +.038)", "**−.026 (−.043 to −.008)**"]
   assert said[3:6] == ["**−.041 (−.059 to −.023)**", "**+.036 (+.019 to +.054)**", "+.015 (−.004 to +.035)"]
   assert not any("**" in text for text in said[6:])
@@ -210,3 +232,58 @@ def test_what_the_page_says_of_steps_by_ess_and_no_table_has_is_in_the_runs():
   assert [steps["VCPO, exact", lag] for lag in (2, 8, 32)] == ["0.074", "0.049", "0.029"]
   assert [steps[run] for run in (("no correction", 0), ("TOPR", 8), ("TOPR", 32))] == ["0.079", "0.076", "0.078"]
   assert min((row["ess"], i) for i, row in runs[STEPS_BY_ESS, 2].items() if i) == (pytest.approx(0.247, abs=5e-4), 86)
+
+
+def test_what_the_page_says_of_float16_and_no_table_has_is_in_the_runs():
+  runs = {(run.method, run.lag, run.seed): steps for run, steps in results.real_seed(5).items()}
+  bfloat, float16 = (
+    {seed: runs[name, 8, seed] for seed in (5, 6)} for name in ("sequence TIS", "sequence TIS, float16")
+  )
+  right = {key: {i: round(1760 * x) for i, x in reports.accuracies(steps).items()} for key, steps in runs.items()}
+  assert [right[key][0] for key in runs] == [98, 99, 98, 91, 99, 85]
+
+  def minus(x, y, samples=1760):
+    low, high = reports.difference(x, y, samples=samples)
+    return f"{x - y:+.3f} ({low:+.3f} to {high:+.3f})"
+
+  at = {key: reports.accuracies(steps) for key, steps in runs.items()}
+  pairs = [(at["sequence TIS, float16", 8, seed], at["sequence TIS", 8, seed]) for seed in (5, 6)]
+  starts, ends = ([minus(x[i], y[i]) for x, y in pairs] for i in (0, 96))
+  assert starts == ["-0.004 (-0.019 to +0.011)", "-0.008 (-0.023 to +0.007)"]
+  assert ends == ["+0.011 (-0.005 to +0.028)", "+0.006 (-0.010 to +0.021)"]
+  between = [x[i] - y[i] for x, y in pairs for i in (24, 48, 72)]
+  assert (f"{min(between):.3f}", f"{max(between):.3f}") == ("-0.009", "0.012")
+  bounds = [reports.difference(x[i], y[i], samples=1760) for x, y in pairs for i in (24, 48, 72)]
+  assert all(low < 0 < high for low, high in bounds)
+  both = [sum(x[96] for x in parts) / 2 for parts in zip(*pairs, strict=True)]
+  assert minus(*both, samples=2 * 1760) == "+0.009 (-0.003 to +0.020)"
+  assert [minus(x[96], y[0]) for x, y in pairs] == ["+0.015 (-0.001 to +0.032)", "+0.006 (-0.009 to +0.022)"]
+  fallen = [minus(x[72], x[96]) for x in reversed(pairs[0])]
+  assert fallen == ["+0.020 (+0.004 to +0.037)", "+0.015 (-0.002 to +0.033)"]
+
+  quarters = [range(a + 1, a + 25) for a in (0, 24, 48, 72)]
+  rewards, more = {}, []
+  for seed in (5, 6):
+    for i, quarter in enumerate(quarters):
+      x, y = ([steps[seed][step]["reward"] for step in quarter] for steps in (float16, bfloat))
+      welch = stats.ttest_ind(x, y, equal_var=False)
+      low, high = welch.confidence_interval(0.95)
+      rewards[seed, i] = f"{np.mean(x) - np.mean(y):+.3f} ({low:+.3f} to {high:+.3f})"
+      more += [(seed, i)] if welch.confidence_interval(1 - 0.05 / 8).low > 0 else []
+  assert more == [(6, 3)]
+  assert rewards[6, 3] == "+0.026 (+0.012 to +0.040)"
+  wanted = ["-0.015 (-0.031 to +0.000)", "+0.019 (+0.000 to +0.037)", "+0.016 (-0.003 to +0.035)"]
+  assert [rewards[5, i] for i in (1, 2, 3)] == wanted
+
+  assert [f"{steps[seed][1]['ess']:.3f}" for steps in (bfloat, float16) for seed in (5, 6)] == [
+    "0.845", "0.878", "0.999", "0.999"
+  ]  # fmt: skip
+  times = [
+    reports.mean_of_period(float16[seed], "ess", (a, a + 24)) / reports.mean_of_period(bfloat[seed], "ess", (a, a + 24))
+    for seed in (5, 6)
+    for a in (0, 24, 48, 72)
+  ]
+  assert (f"{min(times):.1f}", f"{max(times):.1f}") == ("1.1", "2.4")
+  least = [min(row["token_ess"] for x in steps.values() for i, row in x.items() if i) for steps in (bfloat, float16)]
+  assert [f"{x:.2f}" for x in least] == ["0.02", "0.07"]
+  assert not any(row.get("skipped") for steps in runs.values() for row in steps.values())
