@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -181,8 +182,7 @@ def decode_chunk(
   def step(carry: _Carry) -> _Carry:
     cache, slots, drawn = carry
     hidden, cache = policy.decode(params, slots.token, slots.position, cache, prompts, slots.live)
-    logits = policy.logits(params, hidden)
-    tokens, logprobs = draw_tokens(logits, jax.vmap(token_uniforms)(keys, slots.drawn), config)
+    tokens, logprobs = _draw_next(policy, config, params, hidden, jax.vmap(token_uniforms)(keys, slots.drawn))
     tokens = jnp.where(slots.live, tokens, slots.token)
     count = slots.live.astype(jnp.int32)
     drawn = Drawn(
@@ -210,3 +210,22 @@ def decode_chunk(
   )
   cache, _, drawn = jax.lax.while_loop(more, step, _Carry(cache, slots, nothing))
   return cache, drawn
+
+
+def _draw_next(
+  policy: Policy, config: SamplerConfig, params: Params, hidden: Array, uniforms: Array
+) -> tuple[Array, Array]:
+  """Computes `draw_tokens` of hidden states [B, D]; by kernels if decode steps run one and these draw the same."""
+  if policy.cache_backend == "triton":
+    from async_rl.sampling import _fused_draw  # takes a third of a second to import
+
+    if _fused_draw.fits_kernels(config, policy.mesh):
+      unlimited = dataclasses.replace(policy, config=dataclasses.replace(policy.config, vocab_limit=None))
+      device = jax.devices()[0] if policy.mesh is None else policy.mesh.devices.flat[0]
+      return _fused_draw.draw_in_kernels(
+        unlimited.logits(params, hidden), uniforms, config.temperature,
+        limit=policy.config.vocab_limit,
+        mesh=policy.mesh,
+        interpret=device.platform == "cpu",
+      )  # fmt: skip
+  return draw_tokens(policy.logits(params, hidden), uniforms, config)

@@ -9,7 +9,8 @@ from async_rl.sampling._sampler_config import SamplerConfig
 
 Array = jax.Array
 
-_BLOCK = 128
+#: Tokens of a block.
+BLOCK = 128
 
 
 def sample_key(seed: int, ticket: Array, sample: Array) -> Array:
@@ -71,11 +72,11 @@ def invert_cdf(logits: Array, uniforms: Array) -> Array:
     int32 [B].
   """
   weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-  weights = jnp.pad(weights, ((0, 0), (0, -weights.shape[-1] % _BLOCK)))
-  blocks = weights.reshape(weights.shape[0], -1, _BLOCK)
+  weights = jnp.pad(weights, ((0, 0), (0, -weights.shape[-1] % BLOCK)))
+  blocks = weights.reshape(weights.shape[0], -1, BLOCK)
   block = _invert(jnp.sum(blocks, axis=-1), uniforms[:, 0])
   inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-  return (block * _BLOCK + _invert(inside, uniforms[:, 1])).astype(jnp.int32)
+  return (block * BLOCK + _invert(inside, uniforms[:, 1])).astype(jnp.int32)
 
 
 def truncate_logits(logits: Array, top_k: int | None, top_p: float | None) -> Array:
