@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,18 @@ from async_rl.sampling._checksum import sum_part
 from async_rl.sampling._checksum import weight_parts
 from async_rl.sampling._prepare_weights import prepare_weights
 from async_rl.sampling._sampler_config import SamplerConfig
+
+#: Makes a loop one CUDA graph, so that the host is not asked between two decode steps whether another one follows.
+_WHOLE_LOOPS = {
+  "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+  "xla_gpu_graph_min_graph_size": 1,
+}
+
+
+def compiler_options(platform: str) -> dict[str, Any]:
+  """Returns XLA's options for the engine's programs; none that XLA_FLAGS sets."""
+  chosen = os.environ.get("XLA_FLAGS", "")
+  return {name: x for name, x in _WHOLE_LOOPS.items() if platform == "gpu" and name not in chosen}
 
 
 class Programs:
@@ -83,6 +96,7 @@ class Programs:
     self.params = with_shardings(prepared, self.param_shardings)
     self.shapes = config.cache_shapes(self.shards, filled_only=backend != "xla")
     self.prompts = config.prompt_lengths[-1]
+    self._compiler_options = compiler_options(mesh.devices.flat[0].platform)
     self._compiled: dict[tuple[Any, ...], Any] = {}
 
   def __len__(self) -> int:
@@ -228,7 +242,7 @@ class Programs:
 
   def _get(self, key: tuple[Any, ...], trace: Callable[[], jax.stages.Traced]) -> Callable[..., Any]:
     if key not in self._compiled:
-      self._compiled[key] = trace().lower().compile()
+      self._compiled[key] = trace().lower().compile(self._compiler_options)
     return self._compiled[key]
 
   def _integers(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -18,6 +18,7 @@ from sampling_helpers import rescore
 from sampling_helpers import same
 
 from async_rl import sampling
+from async_rl.sampling._programs import compiler_options
 from async_rl.types import LENGTH
 from async_rl.types import STOP
 from async_rl.types import Prompt
@@ -223,3 +224,11 @@ def test_prepared_weights_keep_norms_in_float32():
   types = {path[-1].key: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(prepared)}
   assert types.pop("scale") == jnp.float32
   assert set(types.values()) == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_loops_of_steps_are_graphs_on_gpus_unless_flags_say_otherwise(monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "")
+  assert compiler_options("cpu") == {}
+  assert "WHILE" in compiler_options("gpu")["xla_gpu_enable_command_buffer"]
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+  assert list(compiler_options("gpu")) == ["xla_gpu_graph_min_graph_size"]
