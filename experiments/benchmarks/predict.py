@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.predict            # one H100 or H200, about 5 minutes
     python -m experiments.benchmarks.predict --smoke    # any machine, seconds; checks that it runs
     cd experiments/benchmarks/results && python -m experiments.benchmarks.predict \\
-      --recorded learner_speed_h200.json decode_speed_kernel_h200.json    # any machine, a minute; measures nothing
+      --recorded learner_speed_h200.json decode_speed_draw_h200.json    # any machine, a minute; measures nothing
 
 Every step is predicted as `python -m experiments.plan --topology h100:2` does, from the program as it is traced for
 GPUs and the chip's data sheet, and then measured: learner steps with AdamW and the effective-sample-size scaling, and
