@@ -8,9 +8,11 @@
 Every step is predicted as `python -m experiments.plan --topology h100:2` does, from the program as it is traced for
 GPUs and the chip's data sheet, and then measured: learner steps with AdamW and the effective-sample-size scaling, and
 decode steps through the engine, its host work included. Qwen3-0.6B's shape, random weights, bfloat16. With `--recorded`
-the measured times are those in files of `learner_speed`, of any of its shapes, and `decode_speed`.
+the measured times are those in files of `learner_speed`, of any of its shapes, and `decode_speed`. With `--memory` as
+well, learner steps are compiled for that GPU, which need not be there, but JAX's CUDA plugin: half a minute each.
 
-Prints a row per step, predicted and measured milliseconds and the error of the prediction, and writes predict.json. The
+Prints a row per step, predicted and measured milliseconds and the error of the prediction, with `--memory` the GiB that
+a learner step needs beside its arguments and results, as compiled here and as recorded; and writes predict.json. The
 aim is an error of at most 20 %. On a device that is not in the plan's table the predictions are those for an H100.
 """
 
@@ -37,6 +39,7 @@ from experiments.benchmarks import learner_speed
 from experiments.plan._chips import Chip
 from experiments.plan._chips import Topology
 from experiments.plan._chips import chip_of
+from experiments.plan._gpus import compiler_version
 from experiments.plan._gpus import cudnn_as_there
 from experiments.plan._jaxpr_costs import count_traced
 from experiments.plan._request import head_chunks
@@ -67,11 +70,21 @@ def predict(
   trace: Callable[[jax.sharding.Mesh], jax.stages.Traced], chip: Chip, turns: Sequence[float], filled: float
 ) -> float:
   """Returns the seconds of a program of one GPU, which need not be there; see `count_traced`."""
-  mesh = rollout.make_mesh(Topology(chip, (1,)).devices())
   with cudnn_as_there():
-    traced = trace(mesh)
+    traced = trace(_one(chip))
   operations, kernels = count_traced(traced.jaxpr, turns, filled=filled)
   return seconds_of(operations, chip) + seconds_of(kernels, chip, kernels=True)
+
+
+def compile_learner(policy: models.Policy, case: learner_speed.Case, chip: Chip) -> float:
+  """Returns the GiB that a learner step of `learner_speed` needs beside its arguments and results."""
+  with cudnn_as_there():
+    lowered = learner_speed.make_learner(policy, case, _one(chip, compiled=True)).trace_step().lower()
+  return lowered.compile().memory_analysis().temp_size_in_bytes / 2**30
+
+
+def _one(chip: Chip, compiled: bool = False) -> jax.sharding.Mesh:
+  return rollout.make_mesh(Topology(chip, (1,)).devices(compiled))
 
 
 def predict_learner(policy: models.Policy, case: learner_speed.Case, chip: Chip) -> float:
@@ -109,8 +122,13 @@ def compare_decode(config: models.ModelConfig, case: decode_speed.Case, chunk: i
   return _compare_recorded_decode(config, measured | {"attention": "auto"}, case, chunk, chip)
 
 
-def compare_recorded(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-  """Yields the rows of a file of `learner_speed` or `decode_speed`, as far as their programs are today's."""
+def compare_recorded(result: dict[str, Any], memory: bool = False) -> Iterator[dict[str, Any]]:
+  """Yields the rows of a file of `learner_speed` or `decode_speed`, as far as their programs are today's.
+
+  Args:
+    result: what the file holds.
+    memory: whether to compile learner steps.
+  """
   chip = chip_of(result["device"])
   for row in result["rows"]:
     if "mfu" in row and row.get("version") != "before":
@@ -118,7 +136,11 @@ def compare_recorded(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
       learned = next(case for case in learner_speed.CASES[shape] if _describes(row, case))
       policy = models.Policy(models.named(shape), row.get("dtype", "bfloat16"), remat=row["remat"])
       name = _learner_name(learned, row["micro_batches"], row["remat"])
-      yield _row(name, predict_learner(policy, learned, chip), row["ms"][0] / 1e3)
+      compared = _row(name, predict_learner(policy, learned, chip), row["ms"][0] / 1e3)
+      if memory:
+        compared["compiled_GiB"] = round(compile_learner(policy, learned, chip), 1)
+        compared["recorded_GiB"] = row["temporaries_GiB"]
+      yield compared
     elif "computed" in row and not row.get("shared_prompts"):
       case = next(x for x in decode_speed.CASES if (x.slots, x.live or x.slots) == (row["slots"], row["live"]))
       yield _compare_recorded_decode(decode_speed.QWEN3_06B, row, case, 64, chip)
@@ -156,15 +178,19 @@ def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
   parser.add_argument("--recorded", nargs="+", type=pathlib.Path, help="files of learner_speed and decode_speed")
+  parser.add_argument("--memory", action="store_true", help="with --recorded, compile learner steps for what they need")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("predict.json"))
   args = parser.parse_args(arguments)
+  if args.memory and not (args.recorded and compiler_version()):
+    parser.error("--memory goes with --recorded, and needs JAX's CUDA plugin: install jax[cuda13]")
   found = [json.loads(path.read_text()) for path in args.recorded or ()]
   device = found[0]["device"] if found else jax.devices()[0].device_kind
   chip = chip_of(device)
   print(f"{device}, jax {jax.__version__}, predicted for {chip.name}")
   print(f"{'step':54}{'predicted ms':>14}{'measured ms':>14}{'error':>9}")
   rows = []
-  for row in itertools.chain(*map(compare_recorded, found)) if found else _measured(args.smoke, chip):
+  recorded = itertools.chain(*(compare_recorded(result, args.memory) for result in found))
+  for row in recorded if found else _measured(args.smoke, chip):
     rows.append(row)
     _print(row)
   result = {"device": device, "jax": jax.__version__, "chip": chip.name, "rows": rows}
@@ -180,7 +206,10 @@ def _measured(smoke: bool, chip: Chip) -> Iterator[dict[str, Any]]:
 
 
 def _print(row: dict[str, Any]) -> None:
-  print(f"{row['step']:54}{row['predicted_ms']:14.3f}{row['measured_ms']:14.3f}{row['error']:9.1%}", flush=True)
+  text = f"{row['step']:54}{row['predicted_ms']:14.3f}{row['measured_ms']:14.3f}{row['error']:9.1%}"
+  if "compiled_GiB" in row:
+    text += f"   {row['compiled_GiB']:.1f} GiB compiled, {row['recorded_GiB']:.1f} recorded"
+  print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Compiles the programs of the run for accelerators that are not there, and prints what fits, what takes how long, and
 which split of the devices balances learning and generation. TPUs need the package libtpu (async_rl[tpu]), also with
---no-compile.
+--no-compile; the compiler of GPUs is in jax[cuda13].
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PlanOptions:
   model: str | None = None
   #: Compile with these two numbers of layers, 2 or more, and extrapolate to all: saves most of the time of deep models.
   depths: tuple[int, int] | None = None
-  #: Compile for TPUs; without, traced programs are counted, whose chips are still libtpu's: in seconds, but without
-  #: temporaries and exchanges.
+  #: Compile, for GPUs where JAX's CUDA plugin is installed; without, traced programs are counted, whose TPUs are still
+  #: libtpu's: in seconds, but without temporaries and exchanges.
   compile: bool = True
   #: Mean length of prompts to expect; None: half of the longest.
   prompt_tokens: float | None = None

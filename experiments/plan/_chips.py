@@ -9,6 +9,8 @@ from typing import Any
 
 from async_rl._suggestions import suggestion
 from experiments.plan._gpus import StandIn
+from experiments.plan._gpus import compiler_version
+from experiments.plan._gpus import described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +97,26 @@ class Topology:
     """Returns the number of chips of all slices."""
     return math.prod(self.shape) * self.slices
 
-  def devices(self) -> list[Any]:
+  @property
+  def has_compiler(self) -> bool:
+    """Returns whether programs for it can be compiled; for TPUs by libtpu, without which it has no devices."""
+    return self.chip.is_tpu or compiler_version() is not None
+
+  def devices(self, compiled: bool = False) -> list[Any]:
     """Returns the devices; those of TPUs from libtpu, in place of GPUs what stands for them in tracing.
+
+    Args:
+      compiled: whether programs for GPUs will be compiled, if `has_compiler`.
 
     Raises:
       ValueError: if the topology does not exist.
       ImportError: if it is one of TPUs and libtpu is missing.
     """
     if not self.chip.is_tpu:
-      return [StandIn(number, f"NVIDIA {self.chip.name.upper()}") for number in range(self.chips)]
+      kind = f"NVIDIA {self.chip.name.upper()}"
+      if compiled:
+        return described(kind, self.chips, self.chip.hbm, self.chip.bandwidth)
+      return [StandIn(number, kind) for number in range(self.chips)]
     try:
       import libtpu  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Compiles programs for TPUs, and keeps what comes of it: whatever is counted anew is not compiled anew."""
+"""Compiles programs for devices that are not there, and keeps what comes of it: what is counted anew stays compiled."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from async_rl._buckets import cache_folder
+from experiments.plan._gpus import compiler_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,5 +104,7 @@ def _key(text: str, devices: list[Any]) -> str:
   places = [
     (d.device_kind, d.id, d.process_index, getattr(d, "coords", None), getattr(d, "slice_index", 0)) for d in devices
   ]
-  compiler = importlib.metadata.version("libtpu"), jax.__version__, *os.environ.get("LIBTPU_INIT_ARGS", "").split()
+  for_tpus = devices[0].platform == "tpu"
+  version = importlib.metadata.version("libtpu") if for_tpus else compiler_version()
+  compiler = str(version), jax.__version__, *os.environ.get("LIBTPU_INIT_ARGS", "").split()
   return hashlib.sha256("\0".join((text, str(places), *compiler)).encode()).hexdigest()[:32]

@@ -66,21 +66,25 @@ def measure(
     devices: the devices of its mesh.
     turns: the turns of loops that depend on data, see `_jaxpr_costs.count_traced`.
     filled: the filled positions of a row of the cache, or the tokens of a sequence.
-    compiles: whether to compile it; otherwise the traced program is counted.
+    compiles: whether to compile it. Otherwise the traced program is counted, as it is for GPUs anyway, of whose
+      compiled program only the memory is taken.
 
   Raises:
     Exception: whatever the compiler says, such as that the memory does not suffice.
   """
   with contextlib.nullcontext() if chip.is_tpu else cudnn_as_there():
     traced = program.trace()
-  if not compiles:
-    return summarize(*_count_traced(program, traced, turns, filled, len(devices)), [], chip, devices, {})
-  compiled = compile_program(traced.lower(), devices)
+    lowered = traced.lower() if compiles else None
   operations, kernels = _count_traced(program, traced, turns, filled, len(devices))
   exchanges: list[_hlo_costs.Exchange] = []
-  if compiled.text is not None:
-    operations, exchanges = _hlo_costs.count_compiled(compiled.text, turns)
-  memory = compiled.memory | {"unread": float(compiled.text is None)}
+  memory: dict[str, float] = {}
+  if lowered is not None:
+    compiled = compile_program(lowered, devices)
+    memory |= compiled.memory
+    if chip.is_tpu:
+      memory["unread"] = float(compiled.text is None)
+    if chip.is_tpu and compiled.text is not None:
+      operations, exchanges = _hlo_costs.count_compiled(compiled.text, turns)
   return summarize(operations, kernels, exchanges, chip, devices, memory)
 
 
@@ -120,7 +124,8 @@ def cache_reads(request: Request, experiment: runtime.Experiment, trace: runtime
 def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]:
   """Yields what stays in memory; then the name of each program, and its costs as soon as they are known."""
   target, experiment = request.target, request.experiment()
-  trace = runtime.trace_run(experiment, target.devices())
+  devices = target.devices(request.compiles)
+  trace = runtime.trace_run(experiment, devices)
   sides = {"learner": trace.meshes.learner, "generation": trace.meshes.generation}
   yield dict(
     resident={
@@ -128,7 +133,7 @@ def messages(request: Request, names: Sequence[str]) -> Iterator[dict[str, Any]]
       for side, kinds in trace.resident.items()
     },
     meshes={side: dict(mesh.shape) for side, mesh in sides.items()},
-    hosts=len({d.process_index for d in target.devices()}),
+    hosts=len({d.process_index for d in devices}),
     samplers=len(trace.meshes.samplers),
     engines=trace.engines,
     colocated=trace.meshes.colocated,

@@ -62,8 +62,12 @@ def _head(plan: Plan) -> Iterator[str]:
   yield f"  expected: prompts of {request.prompt_tokens:.0f} and completions of {request.completion_tokens:.0f} tokens"
   if plan.compiled:
     yield f"  compiled with {' and '.join(map(str, plan.compiled))} layers; the figures are extrapolated to all"
+  counted = "products by shape, traffic as XLA would fuse it"
   if not request.compiles:
-    yield "  not compiled: products by shape, traffic as XLA would fuse it, temporaries unknown"
+    hint = "" if target.has_compiler else "; install jax[cuda13] for its compiler, which needs no GPU"
+    yield f"  not compiled: {counted}, temporaries unknown{hint}"
+  elif not chip.is_tpu:
+    yield f"  compiled for what programs need; {counted}, no exchanges"
   yield f"  times: rooflines at {chip.flops_share:.0%} of the products and {chip.bandwidth_share:.0%} of the bandwidth"
 
 
@@ -125,6 +129,9 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:
+  if not (plan.request.compiles and plan.request.target.chip.is_tpu):
+    yield "exchanges: not counted"
+    return
   yield "exchanges, MB that a chip sends in one call"
   none = True
   for program in plan.programs:

@@ -58,7 +58,7 @@ class Request:
   @property
   def compiles(self) -> bool:
     """Returns whether programs are compiled."""
-    return self.compiled and self.target.chip.is_tpu
+    return self.compiled and self.target.has_compiler
 
   @property
   def target(self) -> Topology:

@@ -4,12 +4,16 @@ import dataclasses
 import json
 import re
 import sys
+from unittest import mock
 
 import pytest
+from jax.experimental import topologies
 
 from experiments import configs
 from experiments.plan import __main__ as command
 from experiments.plan import _balance
+from experiments.plan import _chips
+from experiments.plan import _gpus
 from experiments.plan import _measure
 from experiments.plan import _measure_all
 from experiments.plan import _plan
@@ -34,6 +38,7 @@ def in_this_process(monkeypatch):
     return head, {x["program"]: x for x in results}
 
   monkeypatch.setattr(_plan, "measure_all", measure_all)
+  monkeypatch.setattr(_chips, "compiler_version", lambda: None)
 
 
 def test_a_run_is_planned_without_a_compiler_of_its_chips(in_this_process, capsys):
@@ -45,6 +50,32 @@ def test_a_run_is_planned_without_a_compiler_of_its_chips(in_this_process, capsy
   assert plan["pace"]["step"] == max(plan["pace"]["learner"], plan["pace"]["generation"])
   assert plan["resident"]["learner"]["optimizer"] > 2 * plan["resident"]["learner"]["parameters"]
   assert plan["best_split"]["options"]["generation_devices"] == 1
+
+
+def test_without_a_compiler_of_its_chips_the_plan_says_which_package_has_it(in_this_process, capsys):
+  assert command.main(["quickstart", "--topology", "h100:2"]) == 0
+  text = capsys.readouterr().out
+  assert "temporaries unknown; install jax[cuda13] for its compiler, which needs no GPU" in text
+  assert "exchanges: not counted" in text
+
+
+def test_a_run_is_compiled_for_gpus_that_are_not_there(capsys):
+  pytest.importorskip("jax_cuda13_plugin", reason="needs jax[cuda13]")
+  assert command.main(["quickstart", "--topology", "h100:2", "--json"]) == 0
+  plan = json.loads(capsys.readouterr().out)
+  assert set(plan["fits"].values()) == {"yes"}
+  assert command.main(["quickstart", "--topology", "h100:2"]) == 0  # found, not compiled
+  text = capsys.readouterr().out
+  assert "compiled for what programs need" in text
+  (step,) = re.findall(r" step: temporaries ([\d.]+)", text)
+  assert float(step) > 0
+
+
+def test_where_jax_did_not_load_its_plugin_a_remedy_is_named(monkeypatch):
+  monkeypatch.setattr(_gpus, "compiler_version", lambda: "jax-cuda13-plugin 0")
+  monkeypatch.setattr(topologies, "get_topology_desc", mock.Mock(side_effect=NotImplementedError("cuda")))
+  with pytest.raises(ImportError, match=r"did not load jax-cuda13-plugin 0; .* set JAX_PLATFORMS=cpu"):
+    parse_topology("h100:2").devices(compiled=True)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_remedies(in_this_process, capsys):
