@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ _WHOLE_LOOPS = {
 
 def compiler_options(platform: str) -> dict[str, Any]:
   """Returns XLA's options for the engine's programs; none that XLA_FLAGS sets."""
-  chosen = os.environ.get("XLA_FLAGS", "")
+  chosen = re.findall(r"--?(\w+)", os.environ.get("XLA_FLAGS", ""))  # names whole: some begin with another's
   return {name: x for name, x in _WHOLE_LOOPS.items() if platform == "gpu" and name not in chosen}
 
 

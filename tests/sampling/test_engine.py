@@ -232,3 +232,11 @@ def test_loops_of_steps_are_graphs_on_gpus_unless_flags_say_otherwise(monkeypatc
   assert "WHILE" in compiler_options("gpu")["xla_gpu_enable_command_buffer"]
   monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
   assert list(compiler_options("gpu")) == ["xla_gpu_graph_min_graph_size"]
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer_va_remapping=false")
+  assert "xla_gpu_enable_command_buffer" in compiler_options("gpu"), "another flag, whose name is longer"
+
+
+def test_this_version_of_xla_knows_the_options_for_gpus(monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "")
+  program = jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options("gpu"))  # parsed for any device
+  assert program(1.0) == 2
