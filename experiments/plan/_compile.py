@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -43,6 +44,8 @@ def programs_folder() -> pathlib.Path:
 def compile_program(lowered: jax.stages.Lowered, devices: list[Any]) -> Compiled:
   """Compiles a program for its devices, or takes it from the folder of compiled programs.
 
+  Where that folder cannot be written, programs are compiled anew each time.
+
   Args:
     lowered: the program.
     devices: the devices of its mesh, in order.
@@ -56,7 +59,8 @@ def compile_program(lowered: jax.stages.Lowered, devices: list[Any]) -> Compiled
     kept = json.loads(gzip.decompress(file.read_bytes()))
   else:
     kept = _compile(lowered)
-    _write(file, gzip.compress(json.dumps(kept).encode(), 5))
+    with contextlib.suppress(OSError):
+      _write(file, gzip.compress(json.dumps(kept).encode(), 5))
   if "error" in kept:
     raise DoesNotFit(kept["error"])
   return Compiled(**kept)

@@ -200,7 +200,8 @@ def _program(plan: Plan, name: str, results: list[dict[str, Any]], depths: tuple
     least = plan.stays(side) + (makes or 0.0)
     return Program(name, side, total, least if least > plan.hbm else None, None, None, seconds)
   resident += plan.resident["generation"].get("cache's padding", 0.0) if name == "decode" else 0.0
-  beside = max(0.0, total.sum_of_memory - resident + max(0.0, (makes or 0.0) - total.outputs))
+  own = total.sum_of_memory - min(resident, total.arguments)  # a prefill leaves out weights that it does not use
+  beside = max(0.0, own + max(0.0, (makes or 0.0) - total.outputs))
   return Program(name, side, total, plan.stays(side) + beside, beside, None, seconds)
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 from unittest import mock
 
+import jax
 import pytest
 from jax.experimental import topologies
 
@@ -13,6 +14,7 @@ from experiments import configs
 from experiments.plan import __main__ as command
 from experiments.plan import _balance
 from experiments.plan import _chips
+from experiments.plan import _compile
 from experiments.plan import _gpus
 from experiments.plan import _measure
 from experiments.plan import _measure_all
@@ -210,6 +212,23 @@ def test_a_push_needs_room_for_its_result_also_where_nothing_was_compiled():
   assert (gather.needed, plan.fits(gather)) == (17 * 2**30, "no")
   gather = _plan._program(plan, "gather", [result | {"makes": 4 * 2**30}], (28,))
   assert (gather.needed, plan.fits(gather)) == (None, "unknown")
+
+
+def test_a_program_needs_its_temporaries_also_where_it_leaves_out_weights_that_stay():
+  plan = plan_of(1.0, 1.0, cache=0.0)
+  costs = {"arguments": 6 * 2**30, "outputs": 2 * 2**30, "temporaries": 2**30, "aliased": 2 * 2**30, "code": 2**20}
+  result = {"side": "generation", "resident": 8 * 2**30, "makes": None, "costs": costs}
+  prefill = _plan._program(plan, "prefill", [result], (28,))
+  assert prefill.beside == 2**30 + 2**20
+  assert prefill.needed == plan.stays("generation") + prefill.beside
+
+
+def test_where_compiled_programs_cannot_be_kept_they_are_compiled_all_the_same(monkeypatch, tmp_path):
+  (tmp_path / "file").touch()
+  monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path / "file"))
+  monkeypatch.setattr(_compile, "_key", lambda text, devices: "key")
+  lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((4,), "float32"))
+  assert _compile.compile_program(lowered, jax.devices()[:1]).memory["arguments"] == 16
 
 
 def test_the_table_keeps_what_was_compiled(monkeypatch, tmp_path, capsys):
