@@ -25,9 +25,7 @@ Array = jax.Array
 
 #: Blocks that a program of the first kernel reads at once, a power of 2.
 _CHUNK = 16
-#: Warps of a program of the first kernel, which waits for memory, and of the second, which waits for itself.
-_SUM_WARPS = 4
-_DRAW_WARPS = 4
+_WARPS = 4  # of a program of either kernel
 _LOG2_E = float(np.log2(np.e))
 
 
@@ -87,7 +85,7 @@ def _draw_on_device(
     out_specs=[one, one],
     grid=(batch,),
     interpret=interpret,
-    compiler_params=plgpu.CompilerParams(num_warps=_DRAW_WARPS),
+    compiler_params=plgpu.CompilerParams(num_warps=_WARPS),
     name="draw_token",
   )(highs, sums, uniforms, logits)
 
@@ -124,7 +122,7 @@ def _sum_blocks(logits: Array, temperature: float, limit: int, interpret: bool) 
     out_specs=[of_chunk, of_chunk],
     grid=(chunks, batch),
     interpret=interpret,
-    compiler_params=plgpu.CompilerParams(num_warps=_SUM_WARPS),
+    compiler_params=plgpu.CompilerParams(num_warps=_WARPS),
     name="sum_blocks",
   )(logits)
 

@@ -74,7 +74,8 @@ def described(kind: str, count: int, hbm: float, bandwidth: float) -> list[Any]:
     return list(topologies.get_topology_desc("", "cuda", topology=shape, target_config=target).devices)
   except NotImplementedError as error:
     raise ImportError(
-      f"JAX did not load {compiler_version()}; where there is no GPU, set JAX_PLATFORMS=cpu, so that it asks for none."
+      f"JAX did not load {compiler_version()}: reinstall jax[cuda13]=={jax.__version__}, or do without "
+      "(--no-compile); where there is no GPU, set JAX_PLATFORMS=cpu, so that JAX asks for none."
     ) from error
 
 

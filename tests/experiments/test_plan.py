@@ -76,7 +76,7 @@ def test_a_run_is_compiled_for_gpus_that_are_not_there(capsys):
 def test_where_jax_did_not_load_its_plugin_a_remedy_is_named(monkeypatch):
   monkeypatch.setattr(_gpus, "compiler_version", lambda: "jax-cuda13-plugin 0")
   monkeypatch.setattr(topologies, "get_topology_desc", mock.Mock(side_effect=NotImplementedError("cuda")))
-  with pytest.raises(ImportError, match=r"did not load jax-cuda13-plugin 0; .* set JAX_PLATFORMS=cpu"):
+  with pytest.raises(ImportError, match=r"did not load jax-cuda13-plugin 0: .*--no-compile.* set JAX_PLATFORMS=cpu"):
     parse_topology("h100:2").devices(compiled=True)
 
 

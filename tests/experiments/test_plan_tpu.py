@@ -84,7 +84,7 @@ class _CountingCompiler:
 def test_a_program_is_compiled_once_and_also_found_too_large_once(monkeypatch, tmp_path):
   """Every other failure may be of the moment, so that it is tried again."""
   monkeypatch.setenv("ASYNC_RL_CACHE", str(tmp_path))
-  devices = [types.SimpleNamespace(device_kind="TPU v5", id=0, process_index=0)]
+  devices = [types.SimpleNamespace(platform="tpu", device_kind="TPU v5", id=0, process_index=0)]
   program = _CountingCompiler(2)
   first, again = (_compile.compile_program(program, devices) for _ in range(2))
   assert first == again
