@@ -9,7 +9,7 @@ Every step is predicted as `python -m experiments.plan --topology h100:2` does, 
 GPUs and the chip's data sheet, and then measured: learner steps with AdamW and the effective-sample-size scaling, and
 decode steps through the engine, its host work included. Qwen3-0.6B's shape, random weights, bfloat16. With `--recorded`
 the measured times are those in files of `learner_speed`, of any of its shapes, and `decode_speed`. With `--memory` as
-well, learner steps are compiled for that GPU, which need not be there, but JAX's CUDA plugin: half a minute each.
+well, learner steps are compiled for that GPU, which need not be there, but JAX's CUDA plugin: a minute each.
 
 Prints a row per step, predicted and measured milliseconds and the error of the prediction, with `--memory` the GiB that
 a learner step needs beside its arguments and results, as compiled here and as recorded; and writes predict.json. The

@@ -24,7 +24,7 @@ class Compiled:
   """What the compiler made of a program.
 
   Attributes:
-    text: the compiled program; `None` if it is of a libtpu whose programs this jaxlib cannot read.
+    text: the compiled program; `None` if it is one for GPUs, or of a libtpu whose programs this jaxlib cannot read.
     memory: the fields of `Summary` that tell of memory, in bytes.
   """
 
@@ -58,7 +58,7 @@ def compile_program(lowered: jax.stages.Lowered, devices: list[Any]) -> Compiled
   if file.exists():
     kept = json.loads(gzip.decompress(file.read_bytes()))
   else:
-    kept = _compile(lowered)
+    kept = _compile(lowered, readable=devices[0].platform == "tpu")
     with contextlib.suppress(OSError):
       _write(file, gzip.compress(json.dumps(kept).encode(), 5))
   if "error" in kept:
@@ -66,7 +66,7 @@ def compile_program(lowered: jax.stages.Lowered, devices: list[Any]) -> Compiled
   return Compiled(**kept)
 
 
-def _compile(lowered: jax.stages.Lowered) -> dict[str, Any]:
+def _compile(lowered: jax.stages.Lowered, readable: bool) -> dict[str, Any]:
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
@@ -76,7 +76,7 @@ def _compile(lowered: jax.stages.Lowered) -> dict[str, Any]:
   memory = compiled.memory_analysis()
   assert memory is not None
   return {
-    "text": _text_of(compiled),
+    "text": _text_of(compiled) if readable else None,
     "memory": {
       "arguments": memory.argument_size_in_bytes,
       "outputs": memory.output_size_in_bytes,

@@ -81,10 +81,10 @@ def measure(
   if lowered is not None:
     compiled = compile_program(lowered, devices)
     memory |= compiled.memory
-    if chip.is_tpu:
-      memory["unread"] = float(compiled.text is None)
-    if chip.is_tpu and compiled.text is not None:
+    if compiled.text is not None:
       operations, exchanges = _hlo_costs.count_compiled(compiled.text, turns)
+    elif chip.is_tpu:
+      memory["unread"] = 1.0
   return summarize(operations, kernels, exchanges, chip, devices, memory)
 
 
